@@ -118,11 +118,7 @@ def int8_note(flag: str | None) -> str:
 
 
 class OrtSession:
-    """A loaded model on ONNX Runtime.
-
-    Args:
-        weights: what it reads from memory that is not its own, and keeps.
-    """
+    """A loaded model on ONNX Runtime; it keeps `weights`, which it reads from memory that is not its own."""
 
     def __init__(self, session: Any, weights: Sequence[Any] = ()) -> None:
         self._session, self._weights = session, weights

@@ -84,20 +84,16 @@ def declare(feed: Feed, declared: Mapping[str, Mapping[int, Axis]]) -> Axes:
             if not -rank <= axis < rank:
                 raise ConfigError(f"input {input_name!r} has {rank} axes, there is no axis {axis}", where=where)
             names[input_name, axis % rank] = bound.name
-            bounds[bound.name] = _merged(bounds.get(bound.name), bound, where)
+            previous = bounds.get(bound.name, bound)
+            # The bounds of a tied axis may be declared at any of its places, but not in two ways.
+            if len({(each.min, each.max, each.step) for each in (previous, bound) if not each.is_open}) > 1:
+                what = f"the axis is tied to another with other bounds: {previous} and {bound}"
+                raise ConfigError(what, where=where)
+            bounds[bound.name] = bound if previous.is_open else previous
     out = Axes(names=names, bounds=bounds)
     for name, bound in bounds.items():
         _check(out, feed, name, bound)
     return out
-
-
-def _merged(previous: Axis | None, new: Axis, where: str) -> Axis:
-    """The bounds of a tied axis. They may be declared at any of its places, but not in two ways."""
-    if previous is None or previous.is_open:
-        return new
-    if not new.is_open and (new.min, new.max, new.step) != (previous.min, previous.max, previous.step):
-        raise ConfigError(f"the axis is tied to another with other bounds: {previous} and {new}", where=where)
-    return previous
 
 
 def _check(axes: Axes, feed: Feed, name: str, bound: Axis) -> None:
@@ -162,11 +158,7 @@ def write(model: onnx.ModelProto, axes: Axes) -> None:
 
 
 def settle(model: onnx.ModelProto, axes: Axes, runs: Iterable[tuple[Feed, Feed]]) -> None:
-    """Corrects the declared shapes of the outputs, in place, by what they were on real feeds of different sizes.
-
-    Args:
-        runs: (feed, outputs by name), the axes varied.
-    """
+    """Corrects the declared shapes of the outputs, in place, by real (feed, outputs by name) with the axes varied."""
     runs = list(runs)
     sizes_by_name: dict[str, list[int]] = {}
     for name in axes.bounds:

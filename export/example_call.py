@@ -206,11 +206,7 @@ def place_of(path: str) -> str:
 
 
 def refuse_training(module: nn.Module) -> None:
-    """Checks that eval() reached every module.
-
-    Raises:
-        StageError: a module (a BatchNorm, a Dropout) is still in training mode.
-    """
+    """Checks that eval() reached every module. Raises StageError for one that is still in training mode."""
     for path, inner in module.named_modules():
         if inner.training:
             raise StageError(

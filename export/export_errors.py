@@ -134,26 +134,23 @@ def _fixed_axis(text: str, axes: Axes, line: str) -> StageError | None:
         return None
     size = _FIXED.search(text)
     size_text = size[1] if size else "one size"
-    places = {_place(match) for match in _AXIS.finditer(text)}
+    fixed = set(places(text))
     for name, bound in axes.bounds.items():
         # A derived axis (4*_h) is named by its own symbol.
         if bound.step > 1 and re.search(rf"\b_{name}\b", text):
-            places.add(axes.places(name)[0])
-    for input_name, axis in sorted(places & axes.names.keys()):
+            fixed.add(axes.places(name)[0])
+    for input_name, axis in sorted(fixed & axes.names.keys()):
         return axis_names.baked(input_name, axis, axes.names[input_name, axis], size_text, line)
     return None
 
 
-def place(source: str) -> tuple[str, int] | None:
-    """Input and axis of a size as torch.export names it: `L['x'].size()[1]`."""
-    match = _AXIS.search(source)
-    return None if match is None else _place(match)
-
-
-def _place(match: re.Match[str]) -> tuple[str, int]:
-    local, local_keys, local_axis, input_path, input_axis = match.groups()
-    path = f"['{local}']{local_keys}" if local else input_path
-    return "_".join(re.findall(r"\w+", path)), int(local_axis or input_axis)
+def places(text: str) -> list[tuple[str, int]]:
+    """Input and axis of every size that a text of torch.export names, such as `L['x'].size()[1]`."""
+    named: list[tuple[str, int]] = []
+    for local, local_keys, local_axis, input_path, input_axis in _AXIS.findall(text):
+        path = f"['{local}']{local_keys}" if local else input_path
+        named.append(("_".join(re.findall(r"\w+", path)), int(local_axis or input_axis)))
+    return named
 
 
 def _fixing_line(frames: Sequence[FrameType], root: Path) -> str:

@@ -101,8 +101,7 @@ def _forward(module: Any, x: Tensor, *, quantizes: bool) -> Tensor:
 def store_weights(model: ir.Model, program: ExportedProgram) -> None:
     """Stores what fake quantisation makes of constants in int8 or uint8, as torch computes it, with its own scales.
 
-    Args:
-        model: the exporter's, which names values as the program names its nodes; changed in place.
+    The model is the exporter's, which names values as the program names its nodes; it is changed in place.
     """
     constants = _Constants(program)
     values = {value.name: value for node in model.graph for value in node.outputs}

@@ -88,11 +88,7 @@ def _dropout(node: fx.Node) -> tuple[Any, Any]:
 
 
 def activation_bytes(program: ExportedProgram, symbols: Mapping[str, int] | None = None) -> int:
-    """Bytes of all inner values.
-
-    Args:
-        symbols: numbers for torch's symbols, by name. Sizes that depend on other symbols are the example's.
-    """
+    """Bytes of all inner values, with numbers for torch's symbols by name; sizes of other symbols are the example's."""
     # Expressions repeat over many values, and each takes sympy a while.
     numbers: dict[Any, int | None] = {}
     total = 0

@@ -29,7 +29,7 @@ from layerline.backends.base import Feed
 from layerline.export import torch_private
 from layerline.export.dynamic_axes import Axes
 from layerline.export.example_call import Call
-from layerline.export.export_errors import place
+from layerline.export.export_errors import places
 from layerline.graph.io.module_identity import source
 from layerline.pipeline.config.field_types import Dim
 from layerline.pipeline.errors import brief
@@ -141,11 +141,7 @@ class Taken:
 
 @contextmanager
 def noting(root: Path) -> Iterator[Taken]:
-    """Records every guard that is taken inside, with its line.
-
-    Args:
-        root: the project's folder.
-    """
+    """Records every guard that is taken inside, with its line in a file of the project."""
     taken = Taken()
 
     def note(env: ShapeEnv, guard: Any, frame: FrameType | None) -> None:
@@ -178,7 +174,7 @@ def symbols(taken: Taken, call: Call, axes: Axes) -> Symbols:
     for environment in taken.environments.values():
         for symbol, sources in environment.var_to_sources.items():
             for size_source in sources:
-                name = axis_names.get(place(size_source.name) or ("", 0))
+                name = axis_names.get([*places(size_source.name), ("", 0)][0])
                 if name is not None:
                     meanings[symbol.name] = (name, 1)
                     break

@@ -45,8 +45,7 @@ class Fed:
 def ranges(light: Light, inputs: Sequence[Value], declared: Mapping[str, Range]) -> dict[str, Range]:
     """Ranges of integer inputs: as declared, otherwise the rows of the table that they index.
 
-    Raises:
-        ConfigError: a range for no input, or for one that holds no integers.
+    Raises ConfigError for a range of no input, or of one that holds no integers.
     """
     integers = {v.name for v in inputs if np.dtype(v.dtype).kind in "iu"}
     for name in declared:
@@ -124,10 +123,9 @@ def _misfit(
 
 
 def from_nothing(feeder: Feeder, ranges: Mapping[str, Range]) -> Fed:
-    """Feeds of numbers drawn at random, with a fixed seed, at the first sizes that the model takes and at others.
+    """Feeds of numbers drawn with a fixed seed, at the first sizes that the model takes and at others.
 
-    Raises:
-        StageError: it takes none of those that were tried.
+    Raises StageError if it takes none of those that were tried.
     """
     first_error = ""
     for guess in _guesses(feeder.inputs, ranges):

@@ -127,11 +127,7 @@ def _parts(values: Sequence[str], elements: Mapping[str, int]) -> Iterator[list[
 
 
 def save_checked(light: Light, folder: Path) -> list[str]:
-    """Saves the model and checks the file. Returns what only onnx objects to, as notes.
-
-    Raises:
-        StageError: it is not valid ONNX.
-    """
+    """Saves the model and gives what only onnx objects to, as notes. Raises StageError if it is not valid ONNX."""
     path = onnx_files.save(light, folder)
     for output in light.model.graph.output:
         if not output.type.tensor_type.HasField("shape"):

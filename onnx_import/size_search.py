@@ -104,8 +104,7 @@ class Feeder:
     def vary(self, source: Source, first: Mapping[str, int]) -> list[Feed]:
         """Feeds at other sizes of every dimension, alone or with those it is tied to. Fills in `dims` and the like.
 
-        Raises:
-            ConfigError: the model refuses a declared size.
+        Raises ConfigError if the model refuses a declared size.
         """
         feeds: list[Feed] = []
         if not self.free:

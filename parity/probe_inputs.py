@@ -198,11 +198,7 @@ class Prober:
         return probes
 
     def deeper(self, probes: Sequence[Probe], root: Path) -> list[Probe]:
-        """Traces forward() again at sizes that break a guard: it may branch further there.
-
-        Args:
-            root: the project's folder, for source lines.
-        """
+        """Traces forward() again at sizes that break a guard: it may branch further there."""
         added: list[Probe] = []
         branches = [guard for guard in self.traced.guards if guard.branches]
         pending = [probe for probe in probes if probe.sizes and not self._inside(probe.sizes, branches)]

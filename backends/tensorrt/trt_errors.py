@@ -23,11 +23,7 @@ _INCONSISTENT = re.compile(r"Profile k(MIN|OPT|MAX) values are not self-consiste
 
 
 class Messages:
-    """Everything that TensorRT logs, except at severity VERBOSE.
-
-    Args:
-        trt: the module whose ILogger is implemented.
-    """
+    """Everything that TensorRT logs, except at severity VERBOSE, by an ILogger of the module `trt`."""
 
     def __init__(self, trt: Any) -> None:
         logged: list[tuple[str, str]] = []

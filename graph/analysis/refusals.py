@@ -80,11 +80,7 @@ def inferred(model: Model) -> ir.Graph:
 
 
 def refuse_training(model: Model) -> None:
-    """Refuses a node that drops values, or takes its statistics from the batch, in every run.
-
-    Raises:
-        StageError: about the first such node; says what to change in the file.
-    """
+    """Refuses, by a StageError that says what to change, a node that drops values or takes the batch's statistics."""
     for site in sites(inferred(model)):
         # A training_mode computed from constants may still turn out false; fuse folds it.
         if site.node.op_type == "Dropout" and not _switch(site.node):

@@ -85,8 +85,7 @@ def random_note(random: Mapping[str, str]) -> list[str]:
 def unjudged(graph: onnx.GraphProto, random: Mapping[str, str]) -> dict[str, str]:
     """A report's figure for what nobody could compare, the outputs before all: an untested one must not pass for equal.
 
-    Args:
-        random: values that are drawn, each with the operator, as `drawn` finds them.
+    `random` are the values that are drawn, each with the operator, as `drawn` finds them.
     """
     if not random:
         return {}

@@ -81,10 +81,9 @@ class Group:
 
 
 def gather(start: ir.Node, *, scaling: bool = False) -> Group:
-    """The group of the values that a layer makes; or with `scaling`, see `Group`, a normalisation.
+    """The group of the values that a layer makes.
 
-    Raises:
-        Declined: something on the way is an input or output of the model, or mixes channels as no layer does.
+    Raises Declined where something on the way is an input or output of the model, or mixes channels as no layer does.
     """
     first = _producer(start, scaling)
     norm = None

@@ -51,11 +51,7 @@ class Rewritten:
 
 
 def select(switches: Mapping[str, bool]) -> tuple[Rule, ...]:
-    """The rules that are on, in order.
-
-    Raises:
-        ConfigError: a name that no rule has; the message gives the nearest one.
-    """
+    """The rules that are on, in order. Raises ConfigError for a name that no rule has; it gives the nearest one."""
     names = [rule.name for rule in RULES]
     for name in switches:
         if name not in names:

@@ -162,11 +162,7 @@ class Rewriting:
         return self._site(rule, value) not in self.denied
 
     def fire(self, rule: str, old: ir.Value, new: ir.Value, tape: Tape) -> bool:
-        """Replaces `old`, an output of a node, by `new` and prunes what nothing reads any more.
-
-        Raises:
-            Declined: the names of graph inputs and outputs could not all be kept.
-        """
+        """Replaces `old`, an output of a node, by `new` and prunes what nothing reads any more; may raise Declined."""
         return self.swap(rule, [(old, new)], tape.nodes, tape.initializers)
 
     def swap(

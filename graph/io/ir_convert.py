@@ -11,8 +11,7 @@ from layerline.pipeline.errors import StageError, first_line
 def to_ir(model: Model) -> ir.Model:
     """A model in onnx_ir's form; its tensors share their memory with those of `model`, where that is in two parts.
 
-    Raises:
-        StageError: it holds what ONNX has not, such as a value of an unknown element type.
+    Raises StageError for what ONNX has not, such as a value of an unknown element type.
     """
     light = split(model)
     try:

@@ -20,11 +20,7 @@ _OWN = ("", "ai.onnx")
 
 
 def refuse_broken(light: Light) -> None:
-    """Refuses a model that can't be anyone's.
-
-    Raises:
-        StageError: names the node, and the value, the domain or the function.
-    """
+    """Refuses a model that can't be anyone's, by a StageError that names the node, and value, domain or function."""
     graph = light.model.graph
     stored = frozenset(light.weights)
     _refuse_doubled(light)

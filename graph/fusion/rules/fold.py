@@ -150,11 +150,7 @@ def _evaluate(nodes: list[ir.Node], wanted: list[ir.Value], work: Rewriting) -> 
 
 
 def evaluate(nodes: list[ir.Node], wanted: list[ir.Value], model: ir.Model) -> dict[str, Array]:
-    """Runs `nodes` (in order, fed by constants only) and returns the wanted values by name.
-
-    Raises:
-        StageError: the runtime has no kernel for one of them, or one of them fails.
-    """
+    """The wanted values by name, of `nodes` in order, fed by constants only. Raises StageError where one fails."""
     light = _submodel(nodes, wanted, model)
     try:
         outputs = OnnxRuntime(threads=1, few_runs=True).open(light).run({})
