@@ -57,10 +57,13 @@ def weight(wanted: Wanted, array: npt.NDArray[Any]) -> QuantValue:
     if bad:
         raise StageError(f"{bad} of {array.size} weights are not finite", where=wanted.name)
     amax = channel_amax(array, wanted.axis)
+    scales = scale_of(amax, wanted.dtype)
+    if wanted.block:
+        scales = scales[:0]
     observed = (0.0, 0.0)
     if array.size:
         observed = (float(array.min()), float(array.max()))
-    return _value(wanted, scale_of(amax, wanted.dtype), float(amax.max(initial=0.0)), observed, "minmax")
+    return _value(wanted, scales, float(amax.max(initial=0.0)), observed, "minmax")
 
 
 def _value(

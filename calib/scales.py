@@ -27,8 +27,12 @@ ZERO_RANGE_SCALE = 1 / LEVELS
 _DTYPES: dict[str, tuple[float, Any]] = {
     "int8": (LEVELS, np.int8),
     "float8e4m3fn": (448.0, ml_dtypes.float8_e4m3fn),
+    "int4": (7, ml_dtypes.int4),
+    "float4e2m1": (6.0, ml_dtypes.float4_e2m1fn),
 }
 """By element type: the number that a threshold is stored as, and numpy's type."""
+
+_LEAST_E4M3 = 2.0**-9
 
 
 def numpy_dtype(dtype: str) -> Any:
@@ -47,15 +51,21 @@ class Stored:
 
     Attributes:
         values: of the stored type, the shape of the weight.
-        scales: float32, shape (size of axis,) or ().
+        scales: float32, shape (size of axis,) or (); for blocks the shape of the weight with one number a block.
+        block: elements along the axis that share a scale; 0 for one scale at each position.
+        parts: for float4, the scales in float8, and the float32 number that all of them are multiples of.
     """
 
     values: npt.NDArray[Any]
     scales: npt.NDArray[np.float32]
     axis: int | None
+    block: int = 0
+    parts: tuple[npt.NDArray[Any], npt.NDArray[np.float32]] | None = None
 
     def dequantized(self) -> npt.NDArray[np.float32]:
         """What DequantizeLinear gives back."""
+        if self.block:
+            return self.values.astype(np.float32) * np.repeat(self.scales, self.block, self.axis)
         return self.values.astype(np.float32) * _along(self.scales, self.axis, self.values.ndim)
 
 
@@ -89,12 +99,37 @@ def quantize(
     return Stored(_rounded(steps, dtype), scales, axis)
 
 
-def _rounded(steps: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
+def in_blocks(weight: npt.NDArray[Any], axis: int, block: int, dtype: str) -> Stored:
+    """Stores a weight with a scale for each block along `axis`, whose size is a multiple of `block`.
+
+    The scales of float4 are float8 multiples of one number, so that the greatest of them is 448.
+    """
+    shape = weight.shape
+    split = weight.reshape(*shape[:axis], shape[axis] // block, block, *shape[axis + 1 :])
+    amax = np.abs(split.astype(np.float64)).max(axis=axis + 1, initial=0.0)
+    parts = None
+    # Scales have the type of the weight; numbers are computed with a scale as it is stored.
+    if dtype == "float4e2m1":
+        exact = amax / _DTYPES[dtype][0]
+        whole = scale_of(exact.max(initial=0.0), "float8e4m3fn").astype(weight.dtype).astype(np.float32)
+        # A block of tiny numbers has the smallest float8 as its scale, for 0 is none.
+        multiples = np.maximum(exact / whole, _LEAST_E4M3).astype(np.float32)
+        parts = _rounded(multiples, "float8e4m3fn"), whole
+        scales = parts[0].astype(np.float32) * whole
+    else:
+        scales = scale_of(amax, dtype)
+    scales = scales.astype(weight.dtype).astype(np.float32)
+    steps = weight.astype(np.float32) / np.repeat(scales, block, axis)
+    return Stored(_rounded(steps, dtype), scales, axis, block, parts)
+
+
+def _rounded(steps: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
     top, kind = _DTYPES[dtype]
     # A cast to a float type rounds ties to even as well.
     if "int" in dtype:
         steps = np.rint(steps)
-    return np.clip(steps, -top, top).astype(kind)
+    stored: npt.NDArray[Any] = np.clip(steps, -top, top).astype(kind)
+    return stored
 
 
 def _along(scales: npt.NDArray[np.float32], axis: int | None, rank: int) -> npt.NDArray[np.float32]:

@@ -76,8 +76,8 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
 
 
 def runs_on_onnxruntime(converted: Converted) -> bool:
-    """Whether onnxruntime can run the artifact as it is: its CPU provider has no bfloat16 kernels."""
-    return "bf16" not in converted.halved
+    """Whether onnxruntime can run the artifact as it is: its CPU provider has neither bfloat16 nor float4."""
+    return "bf16" not in converted.halved and all(v.dtype != "float4e2m1" for v in converted.plan.values)
 
 
 def with_default_session(
@@ -243,8 +243,8 @@ def _quantized_rows(
             "type": value.dtype,
             "module": value.module,
             "axis": value.axis,
-            "least_scale": min(value.scales),
-            "greatest_scale": max(value.scales),
+            "least_scale": min(value.scales, default=None),
+            "greatest_scale": max(value.scales, default=None),
             "calibrator": value.calibrator,
             "range_used": None if histogram is None or not value.amax else histogram.amax / value.amax,
             "clipped": None if histogram is None else histogram.beyond(value.amax * _LAST_STEP),

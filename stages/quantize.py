@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from layerline.parity.format_search import Make
     from layerline.parity.output_sqnr import Bounds
 
-FORMATS = ("int8", "fp8")
+FORMATS = ("int8", "fp8", "int4", "nvfp4")
 """The modes that quantise: the formats of graph/quantization/targets.py."""
 COPIED = ("signature.json", "probes.safetensors")
 SEARCH_DROP, SEARCH_DB = "0.5%", 25.0
@@ -52,10 +52,11 @@ class Quantize(Stage):
     first_of: ClassVar[tuple[tuple[str, ...], ...]] = (CALIBRATION_HOOKS, ("eval_data",))
     env: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir", "onnxruntime")
 
-    mode: Literal["int8", "fp8", "qat", "fp16", "bf16", "none"] = "int8"
-    """int8: Q/DQ around layers with weights. fp8: the same in float8 e4m3, for compute capability 8.9 and later. qat:
-    either, with weights and scales trained under fake quantisation. fp16, bf16: half precision wherever it is safe.
-    none: passed on as is."""
+    mode: Literal["int8", "fp8", "int4", "nvfp4", "qat", "fp16", "bf16", "none"] = "int8"
+    """int8: Q/DQ around layers with weights. fp8: the same in float8 e4m3, for compute capability 8.9 and later. int4,
+    nvfp4: weights of Gemm and MatMul alone, in blocks of 32 and 16; nvfp4 for 10.0 and later. qat: int8 or fp8, with
+    weights and scales trained under fake quantisation. fp16, bf16: half precision wherever it is safe. none: passed on
+    as is."""
     rest: Literal["fp32", "fp16", "bf16"] = "fp32"
     """In modes that quantise, the type of what stays float: TensorRT runs it as it is written."""
     calibrator: Literal["auto", "entropy", "percentile", "minmax", "mse"] = "auto"
@@ -87,10 +88,13 @@ class Quantize(Stage):
     """Operators to quantise; all that have a rule when left out."""
     skip: tuple[str, ...] = ()
     """What stays float32: value or node names, module paths with everything below them, or globs."""
-    layers: dict[str, Literal["int8", "fp8", "fp16", "bf16", "fp32", "skip"]] = Field(default_factory=dict)
+    layers: dict[str, Literal["int8", "fp8", "int4", "nvfp4", "fp16", "bf16", "fp32", "skip"]] = Field(
+        default_factory=dict
+    )
     """The format of single layers, by the name of a module with everything below it, of a value that the layer
-    computes, of its weight or of its node, or by a glob: `{"encoder.*.fc2": fp16, head: skip}`. skip is fp32; int8 and
-    fp8 also hold where skip or auto would keep the layer float. Of several patterns the last decides."""
+    computes, of its weight or of its node, or by a glob: `{"encoder.*.fc2": fp16, head: skip}`. skip is fp32; int8,
+    fp8, int4 and nvfp4 also hold where skip or auto would keep the layer float. Of several patterns the last
+    decides."""
     max_drop: MaxDrop | None = None
     """Greatest loss of any metric that passes, in the metric's own units; `0.5%` is that part of the float model's
     value. Or by metric: `{accuracy: 0.5%, mse: {rise: 5%}}`, and the others are only shown. Judged by the point
@@ -101,7 +105,7 @@ class Quantize(Stage):
     min_cosine: float | None = Field(default=None, ge=-1, le=1)
     """Least cosine between an output and the float model's, where no metric was measured."""
     search: bool = False
-    """In mode int8 or fp8, find the cheapest formats that keep max_drop (0.5% of each metric, if it is not set), or
+    """In modes that quantise, find the cheapest formats that keep max_drop (0.5% of each metric, if it is not set), or
     min_db without a metric: layers that the budget needs stay float, in fp16 where that holds too and `rest` is not
     set. Tries bias_correction and repairs before (all of them, if repairs is not set). `pipe tune` sets it."""
 
@@ -140,8 +144,10 @@ class Quantize(Stage):
     def _check_layers(cls, layers: dict[str, str], info: ValidationInfo) -> dict[str, str]:
         """Refuses formats that the mode does not have, and two half types in one model."""
         mode, rest = info.data.get("mode", "int8"), info.data.get("rest", "fp32")
-        allowed = {"int8", "fp16", "bf16", "fp32", "skip"}
-        if mode in (*FORMATS, "qat"):
+        allowed = {"fp16", "bf16", "fp32", "skip"}
+        if mode == "qat":
+            allowed |= {"int8", "fp8"}
+        elif mode in FORMATS:
             allowed |= set(FORMATS)
         else:
             allowed = {mode, "fp32", "skip"}
@@ -293,7 +299,7 @@ class Quantize(Stage):
             return convert.with_own_qdq(model, self._rules(formats)), _as_it_is
         calibrated = self._calibrated(model, data, formats)
         names: Sequence[str] = self.repairs
-        if self.search and "repairs" not in self.model_fields_set:
+        if self.search and self._format == "int8" and "repairs" not in self.model_fields_set:
             names = repairs.REPAIRS
         train = functools.partial(self._train, work, formats=formats, data=data, probes=probes, evaluation=evaluation)
         if not calibrated.layers() or not (names or self.search):
@@ -420,7 +426,7 @@ class Quantize(Stage):
 
     def _sample_notes(self, converted: Converted, data: CalibrationData) -> list[str]:
         """How many samples were used, and whether that is fewer than requested."""
-        if converted.ranges is None:
+        if converted.ranges is None or not converted.ranges.samples:
             return []
         note = f"calibrated on {converted.ranges.samples} samples"
         if converted.ranges.samples < self.samples and "samples" in self.model_fields_set:

@@ -38,7 +38,11 @@ def read(path: Path) -> dict[str, Entry]:
         file = path / FILE
     try:
         document = read_json(file)
-        entries: dict[str, Entry] = {str(entry["name"]): entry for entry in document["values"]}
+        entries: dict[str, Entry] = {}
+        for entry in document["values"]:
+            name = str(entry["name"])
+            # Layers of two formats may read one value.
+            entries[f"{name} ({entry['dtype']})" if name in entries else name] = entry
         entries.update({f"{entry['name']} ({entry['op']})": entry for entry in document["kept"]})
         for entry in entries.values():
             text(entry)
@@ -58,7 +62,9 @@ def text(entry: Entry | None) -> str:
     if "reason" in entry:
         return f"float: {entry['reason']}"
     scales = [float(scale) for scale in entry["scales"]]
-    if entry["axis"] is None:
+    if entry.get("block"):
+        steps = f"blocks of {entry['block']} along axis {entry['axis']}"
+    elif entry["axis"] is None:
         steps = f"step {scales[0]:.3g}"
     else:
         steps = f"{len(scales)} steps of {min(scales):.3g} to {max(scales):.3g} along axis {entry['axis']}"

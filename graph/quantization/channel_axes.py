@@ -30,6 +30,12 @@ def channel_axis(node: ir.Node) -> int | None:
     return 1
 
 
+def summed_axis(node: ir.Node) -> int | None:
+    """The dimension of the weight, input 1 of a Gemm or MatMul, that a product sums over; None unless it has two."""
+    axis = channel_axis(node)
+    return None if axis is None else 1 - axis
+
+
 def uneven(node: ir.Node) -> str:
     """Why channels would have to share an integer scale that does not fit them; empty where none does."""
     return _uneven_groups(node) or _uneven_stack(node)

@@ -126,7 +126,7 @@ class Calibrated:
         return Converted(
             reference=self.model,
             model=quantized,
-            measured=quantized,
+            measured=own_qdq.emulate(quantized),
             plan=plan,
             ranges=self.ranges,
             scaled=self.scaled,
@@ -169,8 +169,11 @@ def calibrate(
     # Raised before anything else, so that the float and the quantised model have the same opset and graph.
     model = raise_opset(model, qdq.required_opset(model, rules.opset))
     placed = qdq_placement.place(model, rules)
-    samples, hook_notes = data.calibration()
-    ranges = data.ranges(model, placed.activations, samples, nonfinite)
+    hook_notes: tuple[str, ...] = ("only weights are quantised, so no sample was read",)
+    ranges = Ranges(histograms={}, samples=0)
+    if placed.activations or data.hook() is not None:
+        samples, hook_notes = data.calibration()
+        ranges = data.ranges(model, placed.activations, samples, nonfinite)
     feeds = [batch.feed for batch in data.survey.batches()]
     histograms = ranges.histograms
     tuned = measured_plan.tuned(model, rules, placed, histograms, feeds, calibrator=calibrator, percentile=percentile)
@@ -232,7 +235,7 @@ def to_half(
         converted,
         reference=reference,
         model=half.model,
-        measured=mixed_precision.emulate(half.model),
+        measured=mixed_precision.emulate(own_qdq.emulate(half.model)),
         plan=QuantPlan(values=converted.plan.values, kept=(*converted.plan.kept, *half.kept)),
         halved={mode: half.nodes},
         notes=tuple(notes),

@@ -23,6 +23,8 @@ from layerline.graph.quantization.naming import first_output
 from layerline.graph.quantization.targets import WEIGHTED
 from layerline.graph.quantization.weight_sources import weight_of
 
+WEIGHT_ONLY = {"int4": 0.5 + 4 / 32, "nvfp4": 0.5 + 1 / 16}
+"""Bytes of an element of a weight, with its part of the block's scale. What the layer reads is float."""
 BYTES = {"int8": 1, "fp8": 1, "fp16": 2, "bf16": 2, "fp32": 4}
 MACS_PER_BYTE = {"int8": 256.0, "fp8": 256.0, "fp16": 128.0, "bf16": 128.0, "fp32": 64.0}
 _INNER_DIM = 64
@@ -56,7 +58,10 @@ class CostModel:
         written: dict[str, set[str]] = {}
         for name, layer in self._layers.items():
             layer_format = formats.get(name, rest)
-            total += layer.weights * BYTES[layer_format] + layer.macs / MACS_PER_BYTE[layer_format]
+            weight_bytes = WEIGHT_ONLY.get(layer_format)
+            if weight_bytes is not None:
+                layer_format = rest
+            total += layer.weights * (weight_bytes or BYTES[layer_format]) + layer.macs / MACS_PER_BYTE[layer_format]
             for value in layer.reads:
                 total += self._elements.get(value, 0) * BYTES[layer_format]
                 written.setdefault(value, set()).add(layer_format)

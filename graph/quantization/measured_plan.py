@@ -18,7 +18,7 @@ from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan
 from layerline.calib.range_candidates import CALIBRATORS
 from layerline.graph.analysis.rounding_noise import drawn
-from layerline.graph.quantization import bias_correction, qdq, range_choice
+from layerline.graph.quantization import bias_correction, own_qdq, qdq, range_choice
 from layerline.graph.quantization.qdq_placement import Placement, Rules
 from layerline.pipeline.report import decibels
 
@@ -131,7 +131,7 @@ class Judge:
 
     @staticmethod
     def _run(model: Light, feeds: Sequence[Feed]) -> list[dict[str, Array]]:
-        session = OnnxRuntime(few_runs=True).open(model)
+        session = OnnxRuntime(few_runs=True).open(own_qdq.emulate(model))
         return [session.run(feed) for feed in feeds]
 
 

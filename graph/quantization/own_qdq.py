@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+import onnx
 import onnx_ir as ir
 
 from layerline.backends.light import Light
@@ -64,25 +65,53 @@ def without(model: Light) -> Light:
         if output.is_graph_output() or data is None:
             continue
         maker = data.producer()
-        stored = _dequantized(node)
         read = [v for v in node.inputs if v is not None]
-        if stored is not None:
-            name = output.name
-            output.name = f"{name}/dequantized"
-            tensor = ir.tensor(stored, name=name)
-            value = ir.Value(
-                name=name, shape=ir.Shape(stored.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
-            )
-            graph.register_initializer(value)
-        elif maker is not None and maker.op_type == "QuantizeLinear" and maker.inputs[0] is not None:
+        value = _as_float(graph, node)
+        if value is None and maker is not None and maker.op_type == "QuantizeLinear":
             value = maker.inputs[0]
-        else:
+        if value is None:
             continue
         output.replace_all_uses_with(value)
         graph.remove(node, safe=True)
         for each in read:
             drop_unread(each)
     return from_ir(copy)
+
+
+def emulate(model: Light) -> Light:
+    """The same model with the numbers that weights in float4 stand for, which onnxruntime lacks; others as they are."""
+    if all(t.data_type != onnx.TensorProto.FLOAT4E2M1 for t in model.model.graph.initializer):
+        return model
+    copy = to_ir(model)
+    graph = copy.graph
+    for node in list(_dequantizers(graph)):
+        # The weight itself, and before it its scales.
+        data = [node.inputs[0], *(use.node.inputs[0] for use in node.outputs[0].uses() if use.node.inputs)]
+        if not any(v is not None and v.dtype == ir.DataType.FLOAT4E2M1 for v in data):
+            continue
+        read = [v for v in node.inputs if v is not None]
+        value = _as_float(graph, node)
+        if value is None:
+            continue
+        node.outputs[0].replace_all_uses_with(value)
+        graph.remove(node, safe=True)
+        for each in read:
+            drop_unread(each)
+    return from_ir(copy)
+
+
+def _as_float(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
+    """The float numbers of a dequantised weight as a stored tensor of the same name; None where it is no weight."""
+    stored = _dequantized(node)
+    if stored is None:
+        return None
+    output = node.outputs[0]
+    name = output.name
+    output.name = f"{name}/dequantized"
+    tensor = ir.tensor(stored, name=name)
+    value = ir.Value(name=name, shape=ir.Shape(stored.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
 
 
 def _dequantizers(graph: ir.Graph) -> Iterator[ir.Node]:

@@ -23,7 +23,7 @@ from layerline.calib.calibrators import Calibrator
 from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan, QuantValue
 from layerline.calib.range_candidates import BOUND, bound_of, group_of
-from layerline.calib.scales import Stored, numpy_dtype, quantize
+from layerline.calib.scales import Stored, in_blocks, numpy_dtype, quantize
 from layerline.graph.analysis.ir_queries import FreshNames, captures, graph_values
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.analysis.value_ranges import Ranges, greatest
@@ -130,7 +130,9 @@ def weight_sqnr(
         noise = np.square(wide - _stored(rounded.get(item.name, array), item).dequantized())
         signal = np.square(wide)
         # Channels count under one scale too: there an uneven weight loses its small ones.
-        axis = item.axis if item.axis is not None else _channel_axis(values, item)
+        axis = item.axis
+        if axis is None or item.block:
+            axis = _channel_axis(values, item)
         other_axes = None
         if axis is not None:
             other_axes = tuple(i for i in range(array.ndim) if i != axis)
@@ -176,6 +178,8 @@ def apply(model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any]]
     least = max((FORMATS[OF_TYPE[item.dtype]].opset for item in plan.values), default=13)
     quantized = to_ir(raise_opset(model, required_opset(split(model), least)))
     infer_types(quantized)
+    if least >= 23:
+        quantized.ir_version = max(quantized.ir_version, 11)  # the first with float4
     values = {v.name: v for v in graph_values(quantized.graph)}
     writer = _Writer(quantized)
     for item in plan.values:
@@ -224,16 +228,26 @@ class _Writer:
         if array is None:
             raise StageError("the plan quantises this value as a weight, but it is not constant", where=item.name)
         stored = _stored(array, item)
-        inputs = [
-            self.tensor(item.name + QUANTIZED, stored.values),
-            self.tensor(item.name + SCALE, stored.scales.astype(array.dtype)),
-            self.tensor(item.name + ZERO_POINT, np.zeros(stored.scales.shape, stored.values.dtype)),
-        ]
-        axis: dict[str, int] = {}
-        if item.axis is not None:
-            axis["axis"] = item.axis
         dtype, shape = ir.DataType.from_numpy(array.dtype), ir.Shape(array.shape)
-        node = self.node("DequantizeLinear", inputs, item, DEQUANTIZED, dtype, shape, **axis)
+        along: dict[str, int] = {}
+        if item.axis is not None:
+            along["axis"] = item.axis
+        if item.block:
+            along["block_size"] = item.block
+        quantized = self.tensor(item.name + QUANTIZED, stored.values)
+        if stored.parts is not None:
+            multiples = self.tensor(item.name + SCALE + QUANTIZED, stored.parts[0])
+            whole = self.tensor(item.name + SCALE + SCALE, stored.parts[1].astype(array.dtype))
+            scales_shape = ir.Shape(stored.scales.shape)
+            scaling = self.node("DequantizeLinear", [multiples, whole], item, SCALE, dtype, scales_shape)
+            self.first_reader[value].prepend(scaling)
+            scale = scaling.outputs[0]
+        else:
+            scale = self.tensor(item.name + SCALE, stored.scales.astype(array.dtype))
+        inputs = [quantized, scale]
+        if not item.block:
+            inputs.append(self.tensor(item.name + ZERO_POINT, np.zeros(stored.scales.shape, stored.values.dtype)))
+        node = self.node("DequantizeLinear", inputs, item, DEQUANTIZED, dtype, shape, **along)
         self.first_reader[value].prepend(node)
         return node.outputs[0]
 
@@ -263,6 +277,8 @@ class _Writer:
 
 
 def _stored(array: npt.NDArray[Any], item: QuantValue) -> Stored:
+    if item.block and item.axis is not None:
+        return in_blocks(array, item.axis, item.block, item.dtype)
     scales = np.array(item.scales, array.dtype)
     if item.axis is None:
         scales = scales.reshape(())

@@ -24,7 +24,7 @@ from layerline.calib.plan import Kept, Role, Wanted
 from layerline.graph.analysis.ir_queries import dim
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.io.ir_convert import to_ir
-from layerline.graph.quantization.channel_axes import channel_axis, shared_scales, uneven
+from layerline.graph.quantization.channel_axes import channel_axis, shared_scales, summed_axis, uneven
 from layerline.graph.quantization.kept_reasons import is_activation, listed
 from layerline.graph.quantization.naming import first_output, matching, module_of
 from layerline.graph.quantization.targets import FORMATS, OPS, POOLS, TARGETS, WEIGHTED
@@ -131,6 +131,7 @@ class _Slot:
     role: Role
     axis: int | None
     module: str
+    block: int = 0
     readers: list[tuple[str, int]] = field(default_factory=list)
     why: list[str] = field(default_factory=list)
     shared: set[str] = field(default_factory=set)
@@ -143,7 +144,7 @@ class _Placing:
         self.model, self.graph, self.rules = model, model.graph, rules
         self.target = TARGETS[rules.target]
         self.nodes = list(model.graph)
-        self.slots: dict[tuple[ir.Value, str], _Slot] = {}
+        self.slots: dict[tuple[ir.Value, str, int | None], _Slot] = {}
         self.kept: dict[ir.Node, str] = {}
         # Layers with weights that are quantised.
         self.layers = set[ir.Node]()
@@ -195,6 +196,8 @@ class _Placing:
             self.kept[node] = "both inputs are constant"
         elif self._refused(node, name):
             return
+        elif FORMATS[name].block:
+            self._in_blocks(node, name)
         elif constant[1]:
             self._weight_on_the_right(node, name)
         elif node.op_type in ("Conv", "ConvTranspose"):
@@ -221,6 +224,17 @@ class _Placing:
         self._want_activation(node, 0, name, f"input of {node.op_type}")
         axis = channel_axis(node) if self.rules.per_channel else None
         self._want(node, 1, "weight", dtype, axis, f"weight of {node.op_type}{shared_scales(node)}")
+
+    def _in_blocks(self, node: ir.Node, name: str) -> None:
+        """A weight in blocks along the axis that is summed; the activation stays float."""
+        entry = FORMATS[name]
+        axis, weight = summed_axis(node), weight_of(node.inputs[1])
+        if axis is None or weight is None:
+            self.kept[node] = f"{name} takes a weight of two axes on the right side of a product"
+        elif weight.shape[axis] % entry.block:
+            self.kept[node] = f"it sums {weight.shape[axis]} products, no multiple of the {entry.block} of a block"
+        else:
+            self._want(node, 1, "weight", entry.weight, axis, f"weight of {node.op_type}, in blocks", entry.block)
 
     def _add(self, node: ir.Node) -> None:
         convs = [self._fusing_conv(v) for v in node.inputs]
@@ -250,7 +264,7 @@ class _Placing:
         output = node.outputs[0]
         if not is_activation(output):
             return  # shape arithmetic
-        dtypes = [dtype for value, dtype in self.slots if value is output]
+        dtypes = [dtype for value, dtype, _ in self.slots if value is output]
         if not dtypes:
             self.kept[node] = "its output is not quantised"
             return
@@ -273,8 +287,8 @@ class _Placing:
         for value in values:
             if value is not None:
                 group.add(value.name or "")
-                group |= self.slots[value, dtype].shared
-        for (value, other), slot in self.slots.items():
+                group |= self.slots[value, dtype, None].shared
+        for (value, other, _), slot in self.slots.items():
             if value.name in group and other == dtype:
                 slot.shared = group
 
@@ -287,10 +301,14 @@ class _Placing:
     def _want_activation(self, node: ir.Node, index: int, name: str, why: str) -> None:
         self._want(node, index, "activation", FORMATS[name].activation, None, why)
 
-    def _want(self, node: ir.Node, index: int, role: Role, dtype: str, axis: int | None, why: str) -> None:
+    def _want(
+        self, node: ir.Node, index: int, role: Role, dtype: str, axis: int | None, why: str, block: int = 0
+    ) -> None:
         value = node.inputs[index]
         assert value is not None
-        slot = self.slots.setdefault((value, dtype), _Slot(role, axis, module_of(node)))
+        # A weight is stored once, unless its blocks lie along another axis.
+        key = value, dtype, axis if block else None
+        slot = self.slots.setdefault(key, _Slot(role, axis, module_of(node), block))
         if slot.axis != axis:
             slot.axis = None
             why += ", read along several axes: one scale"
@@ -299,11 +317,14 @@ class _Placing:
             slot.why.append(why)
 
     def _share_weights(self) -> None:
-        """All other readers of a quantised weight read the quantised numbers too, so that no float copy remains."""
-        for (value, _), slot in self.slots.items():
-            if slot.role != "weight":
+        """All other readers of a quantised weight read the quantised numbers too, so that no float copy remains.
+
+        Four bits are too few for a table that is looked up as well.
+        """
+        for (value, _, _), slot in self.slots.items():
+            if slot.role != "weight" or slot.block:
                 continue
-            quantized = {reader for (v, _), other in self.slots.items() if v is value for reader in other.readers}
+            quantized = {reader for (v, _, _), other in self.slots.items() if v is value for reader in other.readers}
             for use in value.uses():
                 reader = (first_output(use.node), use.idx)
                 stays = use.node in self.skipped or self._stays_float(use.node)
@@ -349,13 +370,14 @@ class _Placing:
 
     def _wanted(self) -> Iterator[Wanted]:
         positions = {value: i for i, value in enumerate(dict.fromkeys(_values(self.graph, self.nodes)))}
-        for (value, dtype), slot in sorted(self.slots.items(), key=lambda item: positions[item[0][0]]):
+        for (value, dtype, _), slot in sorted(self.slots.items(), key=lambda item: positions[item[0][0]]):
             yield Wanted(
                 name=value.name or "",
                 role=slot.role,
                 module=slot.module,
                 dtype=dtype,
                 axis=slot.axis,
+                block=slot.block,
                 shared=tuple(sorted(slot.shared - {value.name or ""})),
                 readers=tuple(slot.readers),
                 why="; ".join(slot.why),

@@ -18,20 +18,22 @@ class Format:
         weight: element type of weights, in ONNX's name for it.
         activation: element type of activations; "" where they stay float.
         opset: least opset that has the types.
-        blocks: whether weights have a scale for each block along the axis that is summed, not for each output channel.
+        block: elements along the summed axis of a weight that share a scale; 0 for a scale for each output channel.
         capability: least compute capability that has the types.
     """
 
     weight: str
     activation: str = ""
     opset: int = 13
-    blocks: bool = False
+    block: int = 0
     capability: tuple[int, int] = (0, 0)
 
 
 FORMATS: Mapping[str, Format] = {
     "int8": Format(weight="int8", activation="int8"),
     "fp8": Format(weight="float8e4m3fn", activation="float8e4m3fn", opset=19, capability=(8, 9)),
+    "int4": Format(weight="int4", opset=21, block=32),
+    "nvfp4": Format(weight="float4e2m1", opset=23, block=16, capability=(10, 0)),
 }
 OF_TYPE = {"uint8": "int8", **{entry.weight: name for name, entry in FORMATS.items()}}
 """The format of a layer, by the element type of its weight or of its inputs."""
@@ -80,7 +82,11 @@ OPS = (*WEIGHTED, "Add", "Concat", *POOLS)
 _EIGHT_BITS = ("int8", "fp8")
 TARGETS: Mapping[str, Target] = {
     "tensorrt": Target(
-        formats={**dict.fromkeys((*WEIGHTED, "Add", "Concat"), _EIGHT_BITS), **dict.fromkeys(POOLS, ("int8",))},
+        formats={
+            **dict.fromkeys((*WEIGHTED, "Add", "Concat"), _EIGHT_BITS),
+            **dict.fromkeys(("Gemm", "MatMul"), tuple(FORMATS)),
+            **dict.fromkeys(POOLS, ("int8",)),
+        },
         reasons={**dict.fromkeys(("LSTM", "GRU", "RNN"), _RECURRENT), "Gather": _LOOKUP},
     ),
 }

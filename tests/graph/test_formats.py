@@ -1,29 +1,36 @@
-"""fp8 Q/DQ: the runtime computes what a slow reference says, and TensorRT builds it."""
+"""Q/DQ of every format: the runtime computes what a slow reference says, and TensorRT builds it."""
 
 import ml_dtypes
 import numpy as np
+import onnx_ir as ir
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 
+from layerline.backends.light import split
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.calib.scales import channel_amax, quantize, scale_of
-from layerline.graph.quantization import targets
+from layerline.calib.scales import channel_amax, in_blocks, quantize, scale_of
+from layerline.graph.quantization import own_qdq, targets
 from layerline.graph.quantization.qdq_placement import Rules, place
 from layerline.stages import quantize as stage
 from tests.graph import slow_numpy
-from tests.graph.test_qdq import builds, close, f32, model, reasons, residual, stored, wanted
+from tests.graph.test_qdq import builds, close, f32, model, reasons, residual, run, stored, wanted
 from tests.graph.test_qdq import quantize as quantized_model
 
-TYPES = {"int8": "int8", "fp8": "float8e4m3fn"}
+TYPES = {"int8": "int8", "fp8": "float8e4m3fn", "int4": "int4", "nvfp4": "float4e2m1"}
 NUMBERS = st.floats(-1e4, 1e4, width=32) | st.sampled_from([0.0, -0.0, 1e-12, -1e-40])
 WEIGHTS = hnp.arrays(np.float32, hnp.array_shapes(min_dims=1, max_dims=3, max_side=4), elements=NUMBERS)
 
 
 def test_the_modes_of_the_stage_are_the_formats():
     assert tuple(targets.FORMATS) == stage.FORMATS
+
+
+def test_the_numbers_of_e2m1_are_those_of_ml_dtypes():
+    codes = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
+    assert codes.astype(float).tolist() == slow_numpy.E2M1 == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def test_the_numbers_of_e4m3_are_those_of_ml_dtypes():
@@ -99,4 +106,110 @@ def test_tensorrt_builds_fp8(half):
         text = "g (float16[n, 4, 5, 5] x) => (float16[n, 6, 3, 3] y) { y = Conv (x, w) }"
         net, x = model(text, w=f32(6, 4, 3, 3).astype(np.float16)), f32(1, 4, 5, 5).astype(np.float16)
     _, quantized = quantized_model(net, x, rules=Rules(format="fp8"))
+    assert builds(quantized)
+
+
+BLOCKS = {"int4": 32, "nvfp4": 16}
+BLOCKED = hnp.arrays(np.float32, st.tuples(st.just(2), st.sampled_from([32, 64])), elements=NUMBERS)
+
+
+def slow_blocks(weight, block, name):
+    """The numbers that a weight (outputs, inputs) is stored as, block by block along the inputs."""
+    out = np.zeros(weight.shape, np.float32)
+    blocks = [(row, start) for row in range(weight.shape[0]) for start in range(0, weight.shape[1], block)]
+    largest = {at: float(np.abs(weight[at[0], at[1] : at[1] + block]).max()) for at in blocks}
+    whole = np.float32(max(max(largest.values()) / 6 / 448, 2.0**-24) if max(largest.values()) else 1 / 127)
+    for row, start in blocks:
+        amax = largest[row, start]
+        if name == "nvfp4":
+            multiple = np.float32(max(amax / 6 / float(whole), 2.0**-9))
+            scale = slow_numpy.nearest(multiple, slow_numpy.E4M3) * whole
+        else:
+            scale = np.float32(max(amax / 7, 2.0**-24) if amax else 1 / 127)
+        for column in range(start, start + block):
+            out[row, column] = slow_numpy.round_trip(weight[row, column], scale, slow_numpy.GRIDS[name])
+    return out
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@given(weight=BLOCKED)
+@settings(max_examples=25, deadline=None)
+def test_a_weight_in_blocks_is_the_nearest_number_of_its_block(name, weight):
+    for axis in (0, 1):
+        stored = in_blocks(weight.T if axis == 0 else weight, axis, BLOCKS[name], TYPES[name])
+        assert np.isfinite(stored.scales).all() and (stored.scales > 0).all()
+        back = stored.dequantized()
+        np.testing.assert_array_equal(back.T if axis == 0 else back, slow_blocks(weight, BLOCKS[name], name))
+        assert (stored.values.astype(np.float32)[(weight.T if axis == 0 else weight) == 0] == 0).all()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_nibbles_round_trip(name):
+    kind = {"int4": ml_dtypes.int4, "nvfp4": ml_dtypes.float4_e2m1fn}[name]
+    values = np.array(slow_numpy.E2M1 if name == "nvfp4" else range(-8, 8), np.float32).astype(kind)
+    proto = ir.serde.serialize_tensor(ir.tensor(values, name="t"))
+    assert len(proto.raw_data) == values.size // 2
+    np.testing.assert_array_equal(numpy_helper.to_array(proto).astype(np.float32), values.astype(np.float32))
+    assert proto.raw_data[0] & 0xF == (8 if name == "int4" else 0)
+
+
+PRODUCTS = model(
+    """g (float[n, 64] x) => (float[n, 3] y) {
+  h = MatMul (x, w1)
+  r = Relu (h)
+  y = Gemm <transB = 1> (r, w2, b)
+}""",
+    w1=f32(64, 32), w2=f32(3, 32), b=f32(3),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_weights_in_blocks_and_float_activations(name):
+    x = f32(5, 64)
+    plan, quantized = quantized_model(PRODUCTS, x, rules=Rules(format=name))
+    assert [(v.name, v.role, v.axis, v.block) for v in plan.values] == [
+        ("w1", "weight", 0, BLOCKS[name]), ("w2", "weight", 1, BLOCKS[name]),
+    ]  # fmt: skip
+    assert not any(n.op_type == "QuantizeLinear" for n in quantized.graph.node)
+    artifact = split(quantized)
+    light = own_qdq.emulate(artifact)
+    assert (light is artifact) == (name == "int4")
+    names = ["w1/dequantized", "w2/dequantized"]
+    weights = {t.name: numpy_helper.to_array(t) for t in light.whole().graph.initializer}
+    if name == "int4":
+        weights = OnnxRuntime().open(quantized.SerializeToString(), names).run({"x": x})
+    w1, w2 = stored(PRODUCTS)["w1"], stored(PRODUCTS)["w2"]
+    np.testing.assert_array_equal(weights[names[0]].T, slow_blocks(w1.T, BLOCKS[name], name))
+    np.testing.assert_array_equal(weights[names[1]], slow_blocks(w2, BLOCKS[name], name))
+    [got], [exact] = run(light.whole(), x), run(PRODUCTS, x)
+    assert np.linalg.norm(got - exact) < 0.25 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_what_has_no_blocks_stays_float(name):
+    net = model(
+        """g (float[n, 24] x, float[n, 2, 4, 4] i) => (float[n, 8] y, float[n, 2, 4, 4] c) {
+          y = MatMul (x, w) c = Conv (i, v) }""",
+        w=f32(24, 8), v=f32(2, 2, 1, 1),
+    )  # fmt: skip
+    placed = place(net, Rules(format=name))
+    assert placed.wanted == ()
+    assert {k.name: k.reason for k in placed.kept} == {
+        "y": f"it sums 24 products, no multiple of the {BLOCKS[name]} of a block",
+        "c": f"tensorrt takes Conv in int8 and fp8, not in {name}",
+    }
+
+
+def test_a_table_that_is_looked_up_too_keeps_its_float_numbers():
+    text = (
+        """g (int64[n] i, float[n, 64] x) => (float[n, 32] e, float[n, 32] y) { e = Gather (w, i) y = MatMul (x, w) }"""
+    )
+    placed = place(model(text, w=f32(64, 32)), Rules(format="int4"))
+    assert [w.readers for w in placed.wanted] == [(("y", 1),)]
+    assert [k.name for k in placed.kept] == ["e"]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_tensorrt_builds_blocks(name):
+    _, quantized = quantized_model(PRODUCTS, f32(5, 64), rules=Rules(format=name))
     assert builds(quantized)

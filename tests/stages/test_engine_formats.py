@@ -38,5 +38,9 @@ def test_a_format_that_a_target_lacks_is_told_by_the_check(tmp_path: Path) -> No
     (tmp_path / "pipe.yaml").write_text(f"{stages}quantize: {{mode: fp8}}\n")
     told = [(f.item, f.seen) for f in looked_at(tmp_path).findings if f.state == "error"]
     assert told == [("engine.targets", "compute capability 8.6 has no float8e4m3fn: 8.9 is the first that has")]
-    (tmp_path / "pipe.yaml").write_text(f"{stages}quantize: {{mode: int8}}\n")
+    stages = stages.replace("8.6", "8.9")
+    (tmp_path / "pipe.yaml").write_text(f"{stages}quantize: {{layers: {{y: nvfp4}}}}\n")
+    told = [(f.item, f.seen) for f in looked_at(tmp_path).findings if f.state == "error"]
+    assert told == [("engine.targets", "compute capability 8.9 has no float4e2m1: 10.0 is the first that has")]
+    (tmp_path / "pipe.yaml").write_text(f"{stages}quantize: {{mode: fp8}}\n")
     assert [f for f in looked_at(tmp_path).findings if f.state == "error"] == []

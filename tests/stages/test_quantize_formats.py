@@ -1,8 +1,12 @@
 """Formats other than int8 in the quantize stage."""
 
+import numpy as np
+import pytest
+
+from layerline.export.signature import Value
 from layerline.graph.io import onnx_files
 from layerline.stages.quantize import Quantize
-from tests.stages.test_quantize import CALIB, LABELLED, work  # noqa: F401 - a fixture
+from tests.stages.test_quantize import CALIB, LABELLED, model, work  # noqa: F401 - a fixture
 from tests.stages.test_quantize_search import formats, searched  # noqa: F401 - a fixture
 
 
@@ -30,3 +34,22 @@ def test_a_search_in_fp8_names_its_format(searched):  # noqa: F811
     assert report.passed, report.gates
     assert set(formats(report).values()) == {"fp8"}
     assert report.tables["search"][0]["why"] == "the budget holds with it in fp8"
+
+
+@pytest.mark.parametrize("mode", ["int4", "nvfp4"])
+@pytest.mark.parametrize("task", ["", CALIB + LABELLED])
+def test_weights_in_blocks_need_no_samples(work, mode, task):  # noqa: F811
+    text = "g (float[n, 64] x) => (float[n, 4] y) { h = MatMul (x, w1) r = Relu (h) y = MatMul (r, w2) }"
+    rng = np.random.default_rng(0)
+    weights = {"w1": (64, 32), "w2": (32, 4)}
+    net = model(text, **{k: rng.standard_normal(v).astype(np.float32) for k, v in weights.items()})
+    feeds = [{"x": rng.standard_normal((n, 64)).astype(np.float32)} for n in (2, 1, 5)]
+    made = work(task.replace("return X", "return rng.standard_normal((40, 64)).astype(np.float32)"), net,
+                (Value(name="x", dtype="float32", shape=("n", 64)),), feeds)  # fmt: skip
+    report = Quantize(mode=mode).run(made)
+    assert report.passed, report.gates
+    assert report.metrics[f"{mode}_products"] == "2 of 2" and report.metrics["quantized_activations"] == 0
+    assert 12 < report.metrics["output_sqnr_db"] < 30
+    assert report.metrics["bytes_after"] < 0.4 * report.metrics["bytes_before"]
+    rest = Quantize(mode=mode, rest="fp16").run(made)
+    assert rest.passed and rest.metrics["fp16_nodes"] > 0
