@@ -295,9 +295,8 @@ class ModelOptimizer:
     def _switch(self, *, ema: bool) -> None:
         for lane in self.lanes.values():
             if lane.ema is None:
-                raise ConfigError(
-                    "there is no average: EMA is off", where="training.ema_decay", hint="set it, for example to 0.999"
-                )
+                hint = "set it, for example to 0.999"
+                raise ConfigError("there is no average: EMA is off", where="training.ema_decay", hint=hint)
             ema_swap.switch(lane, ema=ema)
 
     # State.

@@ -21,7 +21,7 @@ from layerline.training.config.sections import Config, GroupRule, OptimizerName,
 from layerline.training.optimizers import schedules
 
 # Accepted field -> canonical field.
-MOVES: Mapping[str, str] = {
+MOVES: dict[str, str] = {
     "optimizer.grad_clip.max_norm": "clip.max_norm",
     "optimizer.grad_clip.value": "clip.value",
     "training.grad_clip_norm": "clip.max_norm",
@@ -32,18 +32,14 @@ MOVES: Mapping[str, str] = {
     "training.mixed_precision": "precision.amp",
     "training.accumulate_steps": "accumulate.steps",
     "training.on_oom": "accumulate.on_oom",
-    "training.log_interval": "monitor.log_interval",
-    "training.save_interval": "monitor.save_interval",
-    "training.save_dir": "monitor.save_dir",
-    "training.valid_interval": "monitor.valid_interval",
-    "training.keep_best": "monitor.keep_best",
-    "training.early_stop": "monitor.early_stop",
     "gpu.gradient_accumulation_steps": "accumulate.steps",
     "gpu.checkpointing": "memory.checkpointing",
     "gpu.checkpoint_interval": "memory.checkpoint_interval",
     "distributed.gradient_bucket_size_mb": "distributed.bucket_mb",
     "distributed.overlap_communication": "distributed.overlap",
 }
+for _name in ("log_interval", "save_interval", "save_dir", "valid_interval", "keep_best", "early_stop"):
+    MOVES[f"training.{_name}"] = f"monitor.{_name}"
 
 # Canonical field -> accepted value -> canonical value.
 SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
@@ -145,9 +141,8 @@ def with_keywords(
         if name not in SECTIONS and name not in ("preset", "mode"):
             section, _, field = _field_called(name).rpartition(".")
             value = {field: value}
-        before = merged.get(section)
+        before, merged[section] = merged.get(section), value
         if before is None:
-            merged[section] = value
             continue
         twice = section
         if isinstance(before, Mapping) and isinstance(value, Mapping):

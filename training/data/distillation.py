@@ -32,9 +32,8 @@ def soft_loss(
         counted: True at the positions to average over, in the shape of the logits without `axis`; otherwise all count.
     """
     if student.shape != teacher.shape:
-        raise ConfigError(
-            f"the student gives {tuple(student.shape)}, the teacher {tuple(teacher.shape)}", where="distill"
-        )
+        what = f"the student gives {tuple(student.shape)}, the teacher {tuple(teacher.shape)}"
+        raise ConfigError(what, where="distill")
     if axis is None:
         axis = class_axis(student, None)
     wanted = F.log_softmax(teacher.detach().float() / temperature, axis)

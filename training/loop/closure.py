@@ -53,18 +53,15 @@ class Evaluation:
 def check(lane: LaneState) -> None:
     """Refuses what cannot go with an optimizer that evaluates the loss itself."""
     config = lane.config
-    reason = ""
-    if not lane.custom:
-        reason = f"{config.optimizer.name} needs no closure: write mo.step(loss)"
-    elif config.accumulate.steps > 1:
-        reason = "each evaluation is a whole batch: leave accumulate.steps out, and sum up inside the closure"
-    elif config.precision.amp == "fp16":
-        reason = "a loss scale would change between evaluations: use bf16"
-    elif lane.masters is not None:
-        reason = "the parameters are half: keep them in float32"
-    elif lane.peers is not None:
-        reason = "several ranks would evaluate differently often: train on one"
-    elif not lane.window.untouched:
-        reason = "a loss was added by backward() or step(loss) before: give the closure alone"
-    if reason:
-        raise ConfigError(f"a closure does not go with this step: {reason}", where="closure")
+    refusals = {
+        f"{config.optimizer.name} needs no closure: write mo.step(loss)": not lane.custom,
+        "each evaluation is a whole batch: leave accumulate.steps out, and sum up inside the closure":
+            config.accumulate.steps > 1,
+        "a loss scale would change between evaluations: use bf16": config.precision.amp == "fp16",
+        "the parameters are half: keep them in float32": lane.masters is not None,
+        "several ranks would evaluate differently often: train on one": lane.peers is not None,
+        "a loss was added by backward() or step(loss) before: give the closure alone": not lane.window.untouched,
+    }  # fmt: skip
+    for reason, applies in refusals.items():
+        if applies:
+            raise ConfigError(f"a closure does not go with this step: {reason}", where="closure")

@@ -28,16 +28,15 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 def check(lane: LaneState) -> None:
     """Refuses what cannot go with `accumulate.on_oom: halve`."""
-    reason = ""
-    if lane.peers is not None:
-        reason = "one rank alone would halve its batch, and the others would wait for it"
-    elif lane.sophia is not None:
-        reason = "sophia's estimate of the curvature would be taken of a part"
-    elif lane.config.nonfinite.triage:
-        reason = "triage runs whole micro-batches again"
-    if reason:
-        raise ConfigError(f"halve does not go with this training: {reason}", where="accumulate.on_oom",
-                          hint="leave it out, and accumulate smaller batches: accumulate.steps")  # fmt: skip
+    refusals = {
+        "one rank alone would halve its batch, and the others would wait for it": lane.peers is not None,
+        "sophia's estimate of the curvature would be taken of a part": lane.sophia is not None,
+        "triage runs whole micro-batches again": lane.config.nonfinite.triage,
+    }
+    for reason, applies in refusals.items():
+        if applies:
+            raise ConfigError(f"halve does not go with this training: {reason}", where="accumulate.on_oom",
+                              hint="leave it out, and accumulate smaller batches: accumulate.steps")  # fmt: skip
 
 
 def accumulate(

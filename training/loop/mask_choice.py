@@ -127,9 +127,8 @@ class Gradual:
             what = f"begins at {self.begin}, ends at {self.end}, every {self.every}"
             raise ConfigError(what, where="masks", hint="0 <= begin < end, every >= 1")
         if not 0 <= self.initial <= self.final < 1:
-            raise ConfigError(
-                f"grows from {self.initial} to {self.final}", where="masks", hint="0 <= initial <= final < 1"
-            )
+            hint = "0 <= initial <= final < 1"
+            raise ConfigError(f"grows from {self.initial} to {self.final}", where="masks", hint=hint)
 
     def latest(self, step: int) -> int | None:
         """The last step up to accepted step number `step` at which masks are chosen; None before the first."""

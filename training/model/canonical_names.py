@@ -174,9 +174,8 @@ def check(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tens
         shown = "; ".join(wrong[:8])
         if len(wrong) > 8:
             shown += f"; and {len(wrong) - 8} more"
-        raise StageError(
-            f"the weights do not fit the model: {shown}", hint="was model() changed since they were saved?"
-        )
+        hint = "was model() changed since they were saved?"
+        raise StageError(f"the weights do not fit the model: {shown}", hint=hint)
     return tensors, target
 
 

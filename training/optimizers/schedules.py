@@ -70,9 +70,8 @@ def warmup_steps(config: SchedulerConfig) -> int:
     if not config.warmup_ratio:
         return 0
     if config.total_steps is None:
-        raise ConfigError(
-            "warmup_ratio needs the length of the run", where="scheduler.total_steps", hint="or give warmup_steps"
-        )
+        hint = "or give warmup_steps"
+        raise ConfigError("warmup_ratio needs the length of the run", where="scheduler.total_steps", hint=hint)
     return round(config.warmup_ratio * config.total_steps)
 
 
@@ -101,9 +100,8 @@ def check_fields(config: SchedulerConfig) -> None:
     """Refuses fields that the schedule does not read, and a required one left out, whatever the run's length."""
     for name, readers in _READ_BY.items():
         if config.name not in readers and getattr(config, name) != type(config).model_fields[name].default:
-            raise ConfigError(
-                f"{config.name} has no {name}", where=f"scheduler.{name}", hint=f"it is for {' and '.join(readers)}"
-            )
+            hint = f"it is for {' and '.join(readers)}"
+            raise ConfigError(f"{config.name} has no {name}", where=f"scheduler.{name}", hint=hint)
     floors = [f for f in ("min_lr", "min_lr_ratio") if getattr(config, f)]
     if config.name == "constant" and floors:
         raise ConfigError(f"a constant rate has no {floors[0]}", where=f"scheduler.{floors[0]}",

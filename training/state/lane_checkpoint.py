@@ -93,9 +93,8 @@ def _check_shapes(kind: str, tensors: Mapping[str, Tensor], expected: Mapping[st
             raise StageError(f"the checkpoint has {kind} of a parameter that is not trained here", where=name,
                              hint=f"train the same parameters as when it was written; {WEIGHTS_ALONE}")  # fmt: skip
         if tuple(tensor.shape) != expected[name]:
-            raise StageError(
-                f"{kind} is {tuple(tensor.shape)} in the checkpoint, expected {expected[name]}", where=name
-            )
+            what = f"{kind} is {tuple(tensor.shape)} in the checkpoint, expected {expected[name]}"
+            raise StageError(what, where=name)
 
 
 def collect(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> dict[str, Any]:
