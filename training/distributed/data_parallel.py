@@ -54,6 +54,7 @@ class Replicas(Peers):
         self._left: list[int] = []  # how many gradients each bucket still waits for
         self._flights: list[tuple[Any, Tensor]] = []  # the buckets that were sent, in their order
         self._added = False  # whether a backward pass came after buckets were sent
+        self._last: Tensor | None = None  # the window's last loss when they were
         for bucket in self._buckets:
             for param in bucket:
                 param.register_post_accumulate_grad_hook(self._reach)  # type: ignore[no-untyped-call]
@@ -65,6 +66,7 @@ class Replicas(Peers):
             self._added = bool(self._flights)
             self._listens = not self._added and self.lane.window.micro == self._steps - 1
             self._left = list(map(len, self._buckets))
+            self._last = self._last_loss()
             yield
             self.ready()
             if self._listens:
@@ -77,9 +79,15 @@ class Replicas(Peers):
             if not self._flights:
                 self.ready()
                 self._send_rest()
+            elif self._last_loss() is not self._last:  # of a window that was dropped, or loaded over, since
+                self._added = True
             self._settle_gradients()
             self._settle_buffers()
         self._flights, self._added = [], False
+
+    def _last_loss(self) -> Tensor | None:
+        losses = self.lane.window.losses
+        return losses[-1] if losses else None
 
     def _reach(self, param: Tensor) -> None:
         """A gradient is complete: sends the buckets that are."""
