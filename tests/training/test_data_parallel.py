@@ -882,3 +882,21 @@ def test_gradients_that_were_sent_before_another_window_was_loaded_are_not_its_o
     for start, end in good(run(_loaded_over, str(tmp_path / "open.safetensors"))):
         # The window holds the mean gradient (1 + 2) / 2 of one micro-batch of two.
         assert end == pytest.approx([w - 0.75 for w in start])
+
+
+def _changed_between(rank: int) -> list[list[float]]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1, bias=False)
+    mo = ModelOptimizer(model, {"optimizer": {"name": "sgd", "lr": 1.0}, "distributed": GLOO})
+    start: list[list[float]] = model.weight.tolist()
+    mo.backward(mo.model(torch.full((1, 2), 1.0 + rank)).sum())
+    if rank == 1:
+        assert model.weight.grad is not None
+        model.weight.grad.mul_(3)
+    mo.step()
+    return [start[0], *model.weight.tolist()]
+
+
+def test_gradients_that_the_loop_changes_before_the_step_count_as_changed() -> None:
+    for start, end in good(run(_changed_between)):
+        assert end == pytest.approx([w - (1.0 + 3 * 2.0) / 2 for w in start])

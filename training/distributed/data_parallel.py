@@ -35,38 +35,35 @@ def prepare(model: nn.Module, config: Config, ranks: Ranks) -> None:
 
 class Replicas(Peers):
     """A whole model on each rank. After the window ranks tell each other, in one small message, who has a gradient for
-    which parameter, and whether a further backward pass has added to what was sent already: all gradients are then sent
-    once more. A parameter that no rank used has no gradient, as in one process."""
+    which parameter, and whether what was sent has changed since: all gradients are then sent once more. A parameter
+    that no rank used has no gradient, as in one process."""
 
     def __init__(self, lane: LaneState, ranks: Ranks, config: Config) -> None:
         super().__init__(lane, ranks)
         self._size = config.distributed.bucket_mb * 2**20
         self._type = HALF_TYPES.get(config.distributed.compress)
         self._steps = config.accumulate.steps
-        # Masters have taken the gradients of earlier micro-batches away from the half parameters.
-        self._overlaps = config.distributed.overlap and (lane.masters is None or self._steps == 1)
         if isinstance(lane.model, DistributedDataParallel):
             _silence(lane.model)
-        # A backward pass reaches the last layers first.
-        self._buckets = list(buckets(lane.params[::-1], self._size)) if self._overlaps else []
-        self._listens = False
+        # A backward pass reaches the last layers first. Masters take gradients away after it, and are reduced then.
+        overlaps = config.distributed.overlap and lane.masters is None
+        self._buckets = list(buckets(lane.params[::-1], self._size)) if overlaps else []
         self._bucket_of = {id(p): index for index, bucket in enumerate(self._buckets) for p in bucket}
+        self._listens = False
         self._left: list[int] = []  # how many gradients each bucket still waits for
         self._flights: list[tuple[Any, Tensor]] = []  # the buckets that were sent, in their order
-        self._added = False  # whether a backward pass came after buckets were sent
-        self._last: Tensor | None = None  # the window's last loss when they were
+        # Each gradient as it was sent, and how often it had been written to; None for none.
+        self._sent: list[tuple[Tensor, Tensor | None, int]] = []
         for bucket in self._buckets:
             for param in bucket:
                 param.register_post_accumulate_grad_hook(self._reach)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around each backward pass: that of a window's last micro-batch sends its gradients."""
+        """Around each backward pass: the first one of a window's last micro-batch sends its gradients."""
         with self.guarded("the backward pass"):
-            self._added = bool(self._flights)
-            self._listens = not self._added and self.lane.window.micro == self._steps - 1
+            self._listens = not self._flights and self.lane.window.micro == self._steps - 1
             self._left = list(map(len, self._buckets))
-            self._last = self._last_loss()
             yield
             self.ready()
             if self._listens:
@@ -79,23 +76,16 @@ class Replicas(Peers):
             if not self._flights:
                 self.ready()
                 self._send_rest()
-            elif self._last_loss() is not self._last:  # of a window that was dropped, or loaded over, since
-                self._added = True
             self._settle_gradients()
             self._settle_buffers()
-        self._flights, self._added = [], False
-
-    def _last_loss(self) -> Tensor | None:
-        losses = self.lane.window.losses
-        return losses[-1] if losses else None
+        self._flights, self._sent = [], []
 
     def _reach(self, param: Tensor) -> None:
-        """A gradient is complete: sends the buckets that are."""
-        if not self._listens:
-            return
-        self._left[self._bucket_of[id(param)]] -= 1
-        while len(self._flights) < len(self._buckets) and not self._left[len(self._flights)]:
-            self._send_next()
+        """A gradient is there: sends the buckets that are complete."""
+        if self._listens:
+            self._left[self._bucket_of[id(param)]] -= 1
+            while len(self._flights) < len(self._buckets) and self._left[len(self._flights)] <= 0:
+                self._send_next()
 
     def _send_rest(self) -> None:
         while len(self._flights) < len(self._buckets):
@@ -103,44 +93,43 @@ class Replicas(Peers):
 
     def _send_next(self) -> None:
         bucket = self._buckets[len(self._flights)]
-        self._flights.append(self._send(bucket, [p.grad for p in bucket]))
+        self._sent += [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in bucket]
+        self._flights.append(self._send([torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]))
 
     @torch.no_grad()
-    def _send(self, bucket: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[Any, Tensor]:
-        parts = []
-        for param, grad in zip(bucket, grads, strict=True):
-            parts.append((torch.zeros_like(param) if grad is None else grad).flatten())
-        flat = torch.cat(parts).to(self.ranks.device).div_(self.ranks.size)
-        sent = flat.to(self._type or flat.dtype)
-        return dist.all_reduce(sent, async_op=True), sent
+    def _send(self, grads: Sequence[Tensor]) -> tuple[Any, Tensor]:
+        flat = torch.cat([grad.flatten() for grad in grads]).to(self.ranks.device).div_(self.ranks.size)
+        message = flat.to(self._type or flat.dtype)
+        return dist.all_reduce(message, async_op=True), message
 
     @torch.no_grad()
     def _settle_gradients(self) -> None:
         lane = self.lane
-        notes = torch.tensor([*(s.grad is not None for s in lane.stepped), self._added], dtype=torch.uint8,
-                             device=self.ranks.device)  # fmt: skip
+        # By a further backward pass, the user's code, or since the window was dropped or another one loaded.
+        changed = any(p.grad is not grad or (grad is not None and grad._version != version)
+                      for p, grad, version in self._sent)  # fmt: skip
+        here = [s.grad is not None for s in lane.stepped]
+        notes = torch.tensor([*here, changed], dtype=torch.uint8, device=self.ranks.device)
         dist.all_reduce(notes, dist.ReduceOp.MAX)
-        *used, added = notes.tolist()
-        grads: dict[int, Tensor] = {}
-        for param, stepped in zip(lane.params, lane.stepped, strict=True):
-            grads[id(param)] = torch.zeros_like(stepped) if stepped.grad is None else stepped.grad
-        sent: set[int] = set()
-        for (work, flat), bucket in zip(self._flights, self._buckets, strict=True):
+        *used, changed_somewhere = notes.tolist()
+        grads = {id(s): torch.zeros_like(s) if s.grad is None else s.grad for s in lane.stepped}
+        settled: set[int] = set()
+        for (work, message), bucket in zip(self._flights, self._buckets, strict=True):
             work.wait()
-            if not added:
-                sent |= set(map(id, bucket))
-                unflatten(flat, [grads[id(p)] for p in bucket])
+            if not changed_somewhere:
+                settled |= set(map(id, bucket))
+                unflatten(message, [grads[id(p)] for p in bucket])
         rest = []
-        for param, stepped, somewhere in zip(lane.params, lane.stepped, used, strict=True):
-            stepped.grad = grads[id(param)] if somewhere else None
-            if somewhere and id(param) not in sent:  # added to since, or joined later and in no bucket
-                rest.append(grads[id(param)])
+        for stepped, somewhere in zip(lane.stepped, used, strict=True):
+            stepped.grad = grads[id(stepped)] if somewhere else None
+            if somewhere and id(stepped) not in settled:  # changed since, or joined later and in no bucket
+                rest.append(grads[id(stepped)])
         if lane.sophia is not None:
             rest += lane.sophia.curvature.values()
-        flights = [(bucket, *self._send(bucket, bucket)) for bucket in buckets(rest, self._size)]
-        for bucket, work, flat in flights:
+        flights = [(bucket, *self._send(bucket)) for bucket in buckets(rest, self._size)]
+        for bucket, work, message in flights:
             work.wait()
-            unflatten(flat, bucket)
+            unflatten(message, bucket)
         unused = [name for name, somewhere in zip(lane.names, used, strict=True) if not somewhere]
         if unused and self._buckets:
             who = f"{unused[0]} and {len(unused) - 1} more get" if len(unused) > 1 else f"{unused[0]} gets"
