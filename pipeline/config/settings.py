@@ -72,14 +72,9 @@ def changed(now: Sequence[Record], then: Sequence[Record]) -> list[str]:
             parts = [{n: v for n, v in r.parts.items() if not n.startswith("input.")} for r in (old, record)]
             differing = phrases(*parts)
             changes += [f"{record.stage}: {phrase}" for phrase in differing]
-    return changes + _versions_changed(now, before)
-
-
-def _versions_changed(now: Sequence[Record], before: Mapping[str, Record]) -> list[str]:
-    changes: dict[str, None] = {}  # each once, in order
     for record in now:
-        old = before[record.stage].versions if record.stage in before else {}
+        versions_then = before[record.stage].versions if record.stage in before else {}
         for name, version in record.versions.items():
-            if old.get(name, version) != version:
-                changes[f"{name} {old[name]} -> {version}"] = None
-    return list(changes)
+            if versions_then.get(name, version) != version:
+                changes.append(f"{name} {versions_then[name]} -> {version}")
+    return list(dict.fromkeys(changes))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from itertools import chain
 from typing import Any, Literal
 
 from layerline.pipeline.errors import TaskError
@@ -184,19 +185,9 @@ def _readings(items: list[Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any
         if len(inputs) == 1 and isinstance(inputs[0], Mapping):
             yield (), {str(k): v for k, v in inputs[0].items()}, target
         else:
-            yield _spread(inputs), {}, target
+            spread = [leaves(value) if isinstance(value, tuple | list) else [value] for value in inputs]
+            yield tuple(chain.from_iterable(spread)), {}, target
         yield tuple(inputs), {}, target
-
-
-def _spread(inputs: list[Any]) -> tuple[Any, ...]:
-    """The inputs, and what lies in tuples and lists among them, one after the other."""
-    flat: list[Any] = []
-    for value in inputs:
-        if isinstance(value, tuple | list):
-            flat += leaves(value)
-        else:
-            flat.append(value)
-    return tuple(flat)
 
 
 def _fits(forward: Callable[..., Any], reading: tuple[tuple[Any, ...], dict[str, Any], Any]) -> bool:

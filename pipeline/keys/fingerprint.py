@@ -320,7 +320,13 @@ class _Walk:
         if binary is not None:
             self._counts(self.reader.relative(binary), binary)
         if origin.path is None:
-            self._installed(module, origin, attributes)
+            if origin.attribute:
+                attributes = {origin.attribute}
+            dynamic = {n for n in attributes if f"{origin.module}.{n}" in _ANY_MODULE_PARTS or _LOOKS_UP.fullmatch(n)}
+            if origin.module.split(".")[0] in _ANY_MODULE:
+                self._everything(module, f"it uses {origin.module}")
+            elif dynamic or (not attributes and origin.module in _ANY_MODULE_VALUES):
+                self._everything(module, f"it uses {origin.module}.{min(dynamic, default='*')}")
             return
         self._import(origin.path)
         if origin.attribute == "*":
@@ -332,16 +338,6 @@ class _Walk:
                 self._attribute(origin.path, attribute)
         else:
             self._all(origin.path, f"{self.reader.relative(module.path)} uses the module {name} as a value")
-
-    def _installed(self, module: syntax.Module, origin: Origin, attributes: set[str]) -> None:
-        if origin.attribute:
-            attributes = {origin.attribute}
-        if origin.module.split(".")[0] in _ANY_MODULE:
-            self._everything(module, f"it uses {origin.module}")
-            return
-        dynamic = {n for n in attributes if f"{origin.module}.{n}" in _ANY_MODULE_PARTS or _LOOKS_UP.fullmatch(n)}
-        if dynamic or (not attributes and origin.module in _ANY_MODULE_VALUES):
-            self._everything(module, f"it uses {origin.module}.{min(dynamic, default='*')}")
 
     def _attribute(self, path: Path, name: str, *, surely: bool = True) -> None:
         target = self.reader.module(path)
@@ -373,18 +369,16 @@ class _Walk:
         """Any Python file of the project may be reached, so all of them count."""
         self.whole.setdefault(self.reader.relative(module.path), f"{reason}, and so does every Python file here")
         for path in self.reader.sources:
-            if path not in self._counted:
-                self._counted.add(path)
-                self._text(path)
-
-    def _text(self, path: Path) -> None:
-        try:
-            module = self.reader.module(path)
-        except TaskError:  # not written for this Python; its bytes count
-            self._counts(self.reader.relative(path), path)
-        else:
-            self.parts[f"{self.reader.relative(path)}:*"] = module.dump(module.tree)
-            self._refers(module.uses(module.tree))
+            if path in self._counted:
+                continue
+            self._counted.add(path)
+            try:
+                source = self.reader.module(path)
+            except TaskError:  # not written for this Python; its bytes count
+                self._counts(self.reader.relative(path), path)
+            else:
+                self.parts[f"{self.reader.relative(path)}:*"] = source.dump(source.tree)
+                self._refers(source.uses(source.tree))
 
     def _refers(self, uses: syntax.Uses) -> None:
         self._strings |= uses.strings
@@ -425,19 +419,14 @@ class _Walk:
             parts = ["**", *parts]
         matching_paths = matches(folder, parts, self.reader.root)
         for path in islice(matching_paths, _MATCHES):
-            self._match(path)
+            with suppress(OSError):  # deleted meanwhile, or not readable
+                if path.is_file() and self.reader.relative(path) not in self.files:
+                    self._data(path)
+                elif path.is_dir() and len(self._folders) < _FOLDERS:
+                    self._folders.setdefault(path, "matched")
         rest = [(self.reader.relative(path), *size_and_time(path)) for path in matching_paths]
         if rest:
             self.files[f"{len(rest)} more files that {text} matches"] = canonical.digest(sorted(rest))
-
-    def _match(self, path: Path) -> None:
-        if self.reader.relative(path) in self.files:
-            return
-        with suppress(OSError):  # deleted meanwhile, or not readable
-            if path.is_file():
-                self._data(path)
-            elif path.is_dir() and len(self._folders) < _FOLDERS:
-                self._folders.setdefault(path, "matched")
 
     def _file(self, folder: Path, text: str) -> None:
         """A string that names a file: its content counts. One that names a folder is a place to look for more files."""

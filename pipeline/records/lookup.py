@@ -142,18 +142,13 @@ def artifact(project: Project, stage: str, run_id: str | None = None) -> tuple[A
         raise DamagedError(error.what, where=f"{stage} {record.digest[:12]}", hint=again) from None
     if stored is None:
         raise PipeError(f"the artifact of {stage} is gone from the store", hint=again)
-    return stored, _doubt(planner, record, stage, asked=run_id is not None or bool(project.sets))
-
-
-def _doubt(planner: Planner, record: Record, stage: str, *, asked: bool) -> str:
+    asked = run_id is not None or bool(project.sets)
     if not record.passed:
-        return f"this run of {stage} did not pass" if asked else f"the newest run of {stage} did not pass"
-    if asked:
-        return ""
-    now = next(s.artifact for s in planner.steps() if s.stage.name == record.stage)
+        return stored, f"{'this' if asked else 'the newest'} run of {stage} did not pass"
+    now = None if asked else next(s.artifact for s in planner.steps() if s.stage.name == record.stage)
     if now is not None and now.digest != record.digest:
-        return f"the newest run of {stage} had other settings: pipe run {stage} goes back to those of pipe.yaml"
-    return ""
+        return stored, f"the newest run of {stage} had other settings: pipe run {stage} goes back to those of pipe.yaml"
+    return stored, ""
 
 
 @dataclass(frozen=True)
