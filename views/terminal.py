@@ -46,7 +46,7 @@ ORDERS: Mapping[Order, str] = {
     "clipped": "the greatest clipped share first",
     "network": "in the network's order",
 }
-ROWS = 20  # of a table of a report
+ROWS = 20  # of a table, after `pipe tune`
 FIGURES = 2  # of a stage, in the list of runs
 _GAP = 2  # columns between two cells
 _STYLES = {
@@ -279,17 +279,17 @@ def report_tables(out: Console, report: Report, names: Sequence[str]) -> None:
     report = cleaned(report)
     tables = {name: report.tables.get(name, ()) for name in names}
     # A table of changes in which nothing changed, such as that of the slices, says nothing.
-    _tables(out, {name: rows for name, rows in tables.items() if any(row.get("change", True) for row in rows)})
+    _tables(out, {name: rows for name, rows in tables.items() if any(row.get("change", True) for row in rows)}, ROWS)
     findings(out, report)
 
 
-def _tables(out: Console, tables: Mapping[str, Sequence[Mapping[str, Scalar]]]) -> None:
+def _tables(out: Console, tables: Mapping[str, Sequence[Mapping[str, Scalar]]], top: int | None = None) -> None:
     for name, rows in tables.items():
         if rows:
             out.print(words(name, "bold"))
-            table(out, free_table(rows[:ROWS]))
-        if len(rows) > ROWS:
-            _dim(out, f"{ROWS} of {len(rows)} rows; --json and the page of `pipe report` have all")
+            table(out, free_table(rows[:top]))
+        if top is not None and len(rows) > top:
+            _dim(out, f"{top} of {len(rows)} rows; --json and the page of `pipe report` have all")
 
 
 def why(out: Console, report: Report, names: Sequence[str]) -> None:

@@ -129,6 +129,28 @@ def test_an_input_that_is_not_made_yet_may_change() -> None:
     assert settled["input.model"]["changed"] is True
 
 
+def test_a_field_is_shown_as_pipe_yaml_has_it() -> None:
+    parts = {"config.steps": None, "config.shuffle": True, "config.rate": 1.0}
+    rows = [
+        row.split() for row in explained(80, step("train", parts), {"config.steps": "None", "config.shuffle": "False"})
+    ]
+    assert ["config.steps", "same", "unset"] in rows
+    assert ["config.shuffle", "changed", "false", "true"] in rows
+    assert ["config.rate", "changed", "1.0"] in rows
+
+
+def test_a_table_of_changes_without_a_change_is_left_out() -> None:
+    tables = {"search": [{"layer": "a"}], "slices": [{"slice": 0, "change": 0.0}, {"slice": 1, "change": 0.0}]}
+    assert lines(60, terminal.report_tables, Report(stage="quantize", tables=tables), tuple(tables)) == [
+        "search",
+        "layer",
+        "a",
+    ]
+    tables["slices"][0]["change"] = -0.5
+    shown = lines(60, terminal.report_tables, Report(stage="quantize", tables=tables), tuple(tables))
+    assert shown[3:] == ["slices", "slice  change", "    0    -0.5", "    1       0"]
+
+
 def test_what_a_hook_reaches_is_a_paragraph_and_an_absent_hook_is_said() -> None:
     parts = {"stage": "train"}
     assert explained(80, step("train", parts), parts)[-1] == "model() is not defined in the task"
@@ -182,6 +204,7 @@ def test_causes_are_a_list_with_evidence_and_change_and_the_verdict_is_last() ->
         "cause": "clipped range",
         "stage": "quantize",
         "layer": "view",
+        "value": "view",
         "evidence": "20 % of view lies beyond its range, and more than 0.5 % of 5 other values",
         "advice": "use a calibrator that keeps all values",
         "setting": 'quantize.layers={"a b": "fp16"}',
