@@ -18,7 +18,7 @@ import onnx_ir as ir
 from layerline.backends.base import Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.calib.plan import QuantPlan
+from layerline.calib.plan import QuantPlan, QuantValue
 from layerline.calib.scales import LEVELS
 from layerline.graph.analysis.ir_queries import FreshNames, constant, name_of, optional_input, rank, value_names
 from layerline.graph.fusion import channel_groups
@@ -72,11 +72,12 @@ def equalize(model: Light, plan: QuantPlan, feeds: Sequence[Feed], *, norms: boo
     """
     work = to_ir(model)
     groups = _groups(work, norms)
-    quantized = {value.name for value in plan.values}
+    # Floats of eight bits have fine steps for small channels, too.
+    items = {value.name: value for value in plan.values if value.dtype == "int8"}
     tapped: list[tuple[str, int, int]] = []
     for group in groups:
         for value, (axis, _) in group.places.items():
-            if value.name in quantized:
+            if value.name in items:
                 tapped.append((value.name or "", axis, group.channels))
     if not tapped:
         return Equalized(model)
@@ -85,7 +86,7 @@ def equalize(model: Light, plan: QuantPlan, feeds: Sequence[Feed], *, norms: boo
     scaled: set[str] = set()
     changed = 0
     for group in groups:
-        terms = _terms(group, channels, plan)
+        terms = _terms(group, channels, items)
         factors = _best(terms)
         if factors is None:
             continue
@@ -171,8 +172,7 @@ class _Term:
         return float(activations + weights) / (12 * LEVELS**2 * signal)
 
 
-def _terms(group: Group, channels: Mapping[str, Channels], plan: QuantPlan) -> list[_Term]:
-    items = {item.name: item for item in plan.values}
+def _terms(group: Group, channels: Mapping[str, Channels], items: Mapping[str, QuantValue]) -> list[_Term]:
     terms: list[_Term] = []
     for value in group.places:
         measured = channels.get(value.name or "")

@@ -10,6 +10,7 @@ error of plain rounding, where x varies as its single elements do.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -125,8 +126,10 @@ def _layers(model: Light, plan: QuantPlan) -> list[_Layer]:
         if item.role == "activation" and item.dtype == "int8":
             activations.update(dict.fromkeys(item.readers, item))
     layers: list[_Layer] = []
+    # A weight that is stored in two types has two entries.
+    entries = Counter(item.name for item in plan.values)
     for item in plan.values:
-        if item.role != "weight" or item.dtype != "int8" or len(item.readers) != 1:
+        if item.role != "weight" or item.dtype != "int8" or len(item.readers) != 1 or entries[item.name] > 1:
             continue
         reader, index = item.readers[0]
         node = nodes[reader]
@@ -274,7 +277,7 @@ def with_scales(plan: QuantPlan, scales: Mapping[str, QuantValue]) -> QuantPlan:
     values: list[QuantValue] = []
     for item in plan.values:
         other = scales.get(item.name)
-        if other is not None and other.axis == item.axis:
+        if other is not None and (other.axis, other.dtype) == (item.axis, item.dtype):
             item = dataclasses.replace(item, scales=other.scales, amax=other.amax, calibrator=other.calibrator)
         values.append(item)
     return QuantPlan(values=tuple(values), kept=plan.kept)

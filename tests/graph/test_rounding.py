@@ -1,5 +1,6 @@
 """Rounding by the error of a layer's output: better than the nearest step, one step away at most, and repeatable."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -98,3 +99,14 @@ def test_memory_is_bounded_by_passes(monkeypatch):
         np.testing.assert_array_equal(whole.arrays[name], parts.arrays[name])
     monkeypatch.setattr(rounding, "MOST_BYTES", 100)
     assert rounding.rounded(light, plan, feeds).arrays == {}
+
+
+def test_weights_of_two_types_and_of_eight_bit_floats_keep_their_numbers():
+    light, plan, feed, _ = prepared(*CALLS[4])
+    weight = plan.value("w")
+    other = dataclasses.replace(weight, dtype="float8e4m3fn")
+    for values in ((*plan.values, other), (plan.value("x"), other)):
+        assert rounding.rounded(light, QuantPlan(values=values, kept=()), lambda: [feed]).arrays == {}
+    changed = dataclasses.replace(weight, scales=tuple(2 * scale for scale in weight.scales))
+    again = rounding.with_scales(QuantPlan(values=(weight, other), kept=()), {"w": changed})
+    assert [value.scales for value in again.values] == [changed.scales, other.scales]
