@@ -87,12 +87,22 @@ def close(a: float | None, b: float, of: ir.Value | None) -> bool:
 
 def plus(value: ir.Value | None, amount: float) -> ir.Value | None:
     """x, where `value` is x + amount."""
+    total = plus_constant(value)
+    if total is None or not close(total[1], amount, value):
+        return None
+    return total[0]
+
+
+def plus_constant(value: ir.Value | None) -> tuple[ir.Value, float] | None:
+    """x and c, where the value is x + c."""
     node = parent(value, "Add")
     if node is None:
         return None
     for side in (0, 1):
-        if close(scalar(node.inputs[1 - side]), amount, value):
-            return node.inputs[side]
+        x = node.inputs[side]
+        amount = scalar(node.inputs[1 - side])
+        if amount is not None and x is not None:
+            return x, amount
     return None
 
 

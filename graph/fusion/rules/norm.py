@@ -24,6 +24,7 @@ from layerline.graph.analysis.ir_queries import (
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting, refuse_other_outputs
 from layerline.graph.fusion.rule import on, only_within, sole
+from layerline.graph.fusion.rules.activations import plus_constant
 
 NORMS = ("LayerNormalization", "RMSNormalization")
 
@@ -81,7 +82,7 @@ def _single(
 def _normalised(node: ir.Node) -> tuple[ir.Value, ir.Node, float] | None:
     """d, ReduceMean(d²) and epsilon, where the node is d / sqrt(mean(d²) + epsilon) in one of its spellings."""
     for d, root in _by_root(node):
-        total = _plus_constant(root)
+        total = plus_constant(root)
         if total is None:
             continue
         square_mean, epsilon = total
@@ -117,19 +118,6 @@ def _under_inverse_root(value: ir.Value | None) -> ir.Value | None:
         return node.inputs[0]
     if node.op_type == "Div" and scalar(node.inputs[0]) == 1.0:
         return _under_root(node.inputs[1])
-    return None
-
-
-def _plus_constant(value: ir.Value | None) -> tuple[ir.Value, float] | None:
-    """x and c, where the value is x + c."""
-    node = parent(value, "Add")
-    if node is None:
-        return None
-    for side in (0, 1):
-        x = node.inputs[side]
-        amount = scalar(node.inputs[1 - side])
-        if amount is not None and x is not None:
-            return x, amount
     return None
 
 
