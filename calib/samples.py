@@ -194,7 +194,9 @@ class Samples:
 
     def _collated(self, dataset: Any, numbers: list[int]) -> _Named:
         samples = [self._named(with_arrays(self._call_user(dataset.__getitem__, i))) for i in numbers]
-        feed = {name: self._stack(name, [s.feed[name] for s in samples], numbers) for name in samples[0].feed}
+        feed: dict[str, Array] = {}
+        for name in samples[0].feed:
+            feed[name] = self._stack(name, [sample.feed[name] for sample in samples], numbers)
         targets = [sample.target for sample in samples]
         slices = [sample.slices for sample in samples if sample.slices is not None]
         try:

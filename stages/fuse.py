@@ -189,8 +189,8 @@ def _compare(case: _Case, fused: Fused) -> tuple[LayerDiff, ...]:
     graph = unfused.model.graph
     random = drawn(unfused.model)
     # Of QuantizeLinear, rounding may move an element that lies half-way between two steps to the other.
-    graphs = (graph, fused.light.model.graph)
-    quantized = [{node.output[0] for node in g.node if node.op_type == "QuantizeLinear"} for g in graphs]
+    quantized = {node.output[0] for node in graph.node if node.op_type == "QuantizeLinear"}
+    still_quantized = {node.output[0] for node in fused.light.model.graph.node if node.op_type == "QuantizeLinear"}
     # An output that no other node of the program names has no floor of its own.
     highest = max(case.floors.values(), default=0.0)
     floors = dict.fromkeys([output.name for output in graph.output], highest) | dict(case.floors)
@@ -200,7 +200,7 @@ def _compare(case: _Case, fused: Fused) -> tuple[LayerDiff, ...]:
         case.feeds,
         pairs=_pairs(graph, fused),
         tolerances={value: tolerance(value, fused.types, floors) for value in floors if value not in random},
-        settled=quantized[0] & quantized[1],
+        settled=quantized & still_quantized,
     )
 
 

@@ -279,7 +279,9 @@ def report_tables(out: Console, report: Report, names: Sequence[str]) -> None:
     report = cleaned(report)
     tables = {name: report.tables.get(name, ()) for name in names}
     # A table of changes in which nothing changed, such as that of the slices, says nothing.
-    _tables(out, {name: rows for name, rows in tables.items() if any(row.get("change", True) for row in rows)}, ROWS)
+    for name, rows in tables.items():
+        if any(row.get("change", True) for row in rows):
+            _tables(out, {name: rows}, ROWS)
     findings(out, report)
 
 
