@@ -29,6 +29,7 @@ from layerline.pipeline.inputs.batches import described
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Gate, Scalar
 from layerline.pipeline.stage import Work
+from layerline.pipeline.task import Task
 from layerline.qat import student
 from layerline.qat.graph_module import GraphModule
 from layerline.training.config.sections import Config
@@ -38,8 +39,6 @@ from layerline.training.setup.capabilities import chosen_device
 
 CLOSE = 1e-3
 """What an operator may differ by between torch and onnxruntime, as part of the greatest magnitude of its result."""
-
-
 LEAST = 1e-6
 """What it may differ by in any case: onnxruntime's Sigmoid is that far off where it is near 0."""
 SCALES = "graph.quantizers.*"
@@ -56,8 +55,11 @@ class Trained:
     metrics: Mapping[str, Scalar]
 
 
-def check(model: Light, probes: Sequence[Feed]) -> None:
+def check(model: Light, probes: Sequence[Feed]) -> GraphModule:
     """Checks, before anything is calibrated, that torch computes the float graph as onnxruntime does, with gradients.
+
+    Returns:
+        The graph in torch.
 
     Raises:
         StageError: names the value that differs most, or an operator that has no gradient; or the model brings its own
@@ -82,6 +84,21 @@ def check(model: Light, probes: Sequence[Feed]) -> None:
             where=name,
             hint="mode: int8 quantises the model without training",
         )
+    return graph
+
+
+def try_loss(task: Task, graph: GraphModule, batch_size: int) -> None:
+    """Computes the loss of the float graph on the first batch, before anything is calibrated.
+
+    Raises:
+        TaskError: a hook is missing or failed.
+        StageError: the graph does not take batches of this size.
+    """
+    model, cpu = student.maker(task, graph.inputs, graph.outputs)(graph), torch.device("cpu")
+    batches = Batches(task.call("train_data"), batch_size=batch_size, seed=None)
+    with task.blaming("drawing a batch of train_data()"):
+        batch = next(batches.forever())
+    train_loop.loss_of(task, model, Config(), cpu)(model, batch)
 
 
 def look_at(look: Inspection, options: QatOptions) -> None:

@@ -294,7 +294,7 @@ class Quantize(Stage):
         if self.mode == "qat":
             from layerline.qat import training
 
-            training.check(model, probes)
+            training.try_loss(work.task, training.check(model, probes), self._training.batch_size)
         if own_qdq.present(model):
             return convert.with_own_qdq(model, self._rules(formats)), _as_it_is
         calibrated = self._calibrated(model, data, formats)

@@ -48,11 +48,14 @@ POOR = {"calibrator": "percentile", "percentile": 60.0}
 
 
 class Log:
+    def __init__(self):
+        self.steps = []
+
     def say(self, text):
         pass
 
     def progress(self, done, total, **fields):
-        pass
+        self.steps.append(done)
 
 
 @pytest.fixture
@@ -125,7 +128,7 @@ calls = 0
 def loss(net, batch):
     global calls
     calls += 1
-    if calls == 5 and STOPS: signal.raise_signal(signal.SIGINT)
+    if calls == 6 and STOPS: signal.raise_signal(signal.SIGINT)
     x, y = batch
     return torch.nn.functional.cross_entropy(net(x + torch.randn_like(x) * 0.1), y)
 """
@@ -230,6 +233,7 @@ def test_a_loss_that_uses_more_than_a_call_is_told(work):
     task = work("def loss(net, batch):\n    return net.encoder(batch[0]).sum()\n")
     with pytest.raises(TaskError, match="encoder"):
         Quantize(mode="qat", qat={"steps": 1}).run(task)
+    assert not task.log.steps, "nothing was calibrated before"
 
 
 def test_training_data_is_needed(work):
