@@ -1,8 +1,6 @@
-"""Reads configurations: two common shapes of the same settings, presets, and errors that name the field.
-
-Shape one has clipping, EMA, precision and intervals under `training`; shape two has them in `precision`, `gpu` and
-`distributed`. One table of moves maps both to the sections of `Config`.
-"""
+"""Reads configurations: two common shapes of the same settings, presets, and errors that name the field. Shape one has
+clipping, EMA, precision and intervals under `training`; shape two has them in `precision`, `gpu` and `distributed`. One
+table of moves maps both to the sections of `Config`."""
 
 from __future__ import annotations
 

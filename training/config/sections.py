@@ -1,8 +1,6 @@
-"""The whole configuration of training as frozen, typed sections: one place for each decision.
-
-What people write (dicts and YAML in two common shapes) is brought into this form by `aliases`.
-This module imports no torch: `pipe.yaml` is checked with it before anything runs.
-"""
+"""The whole configuration of training as frozen, typed sections: one place for each decision. What people write (dicts
+and YAML in two common shapes) is brought into this form by `aliases`. This module imports no torch: `pipe.yaml` is
+checked with it before anything runs."""
 
 from __future__ import annotations
 

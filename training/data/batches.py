@@ -1,8 +1,6 @@
-"""Batches in an order that depends only on (seed, epoch, position), so that training can resume at any batch.
-
-Random draws inside a sample (augmentation) are seeded per batch, too. The number of workers therefore doesn't change
-the data, and a worker has no state that a checkpoint would need.
-"""
+"""Batches in an order that depends only on (seed, epoch, position), so that training can resume at any batch. Random
+draws inside a sample (augmentation) are seeded per batch, too. The number of workers therefore doesn't change the data,
+and a worker has no state that a checkpoint would need."""
 
 from __future__ import annotations
 

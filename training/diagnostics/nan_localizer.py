@@ -1,8 +1,6 @@
-"""Finds the origin of a NaN or Inf: runs a micro-batch again and checks the result of every operator.
-
-The second run has the same weights, inputs, random numbers, buffers and autocast. Its backward pass starts from the
-gradients that the loss sent to the model's outputs, so the loss function is not called again.
-"""
+"""Finds the origin of a NaN or Inf: runs a micro-batch again and checks the result of every operator. The second run
+has the same weights, inputs, random numbers, buffers and autocast. Its backward pass starts from the gradients that the
+loss sent to the model's outputs, so the loss function is not called again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What follows a loss or gradient that is not finite: say where it began, then skip, stop or roll back.
-
-A step that was rejected never reached weights, averages or optimizer state. This module decides what happens next.
-"""
+"""What follows a loss or gradient that is not finite: say where it began, then skip, stop or roll back. A step that was
+rejected never reached weights, averages or optimizer state. This module decides what happens next."""
 
 from __future__ import annotations
 

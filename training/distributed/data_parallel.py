@@ -1,9 +1,7 @@
 """Data parallel training: every rank holds the whole model, and the gradient of a step is that of all ranks' samples.
-
 Gradients are reduced in buckets while the backward pass still runs. The buckets hold the same parameters in every step
 and are sent in the same order on every rank, so that a resumed run adds in the order of the one it goes on from, and
-any rank may leave any layer out: what a pass has not reached is sent as it is, or as zeros.
-"""
+any rank may leave any layer out: what a pass has not reached is sent as it is, or as zeros."""
 
 from __future__ import annotations
 

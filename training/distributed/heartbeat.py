@@ -1,8 +1,6 @@
 """Heartbeats of all ranks, so that the error on a failed or endless collective names the rank and what it is doing.
-
 Each rank posts its phase to the store in which the ranks met, at most twenty times a second, and a thread posts once a
-second. The posts are read only when a collective fails or takes too long.
-"""
+second. The posts are read only when a collective fails or takes too long."""
 
 from __future__ import annotations
 

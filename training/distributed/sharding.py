@@ -1,8 +1,6 @@
 """Sharded training: parameters, gradients and optimizer state split over the ranks by torch's `fully_shard`, in place.
-
 The model keeps its forward and its parameter names, so the loop calls it as before. Whatever leaves the process
-(checkpoint, export) is put together again and doesn't show how many ranks there were.
-"""
+(checkpoint, export) is put together again and doesn't show how many ranks there were."""
 
 from __future__ import annotations
 

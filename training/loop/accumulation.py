@@ -1,8 +1,6 @@
-"""Accumulation that equals the big batch: sums of gradients and sums of weights, divided once, at the end.
-
-Nothing is divided beforehand, so ragged tails and unequal micro-batches need no case of their own: the gradient of a
-window is Σ grad(loss_i) / Σ weight_i whatever the split.
-"""
+"""Accumulation that equals the big batch: sums of gradients and sums of weights, divided once, at the end. Nothing is
+divided beforehand, so ragged tails and unequal micro-batches need no case of their own: the gradient of a window is Σ
+grad(loss_i) / Σ weight_i whatever the split."""
 
 from __future__ import annotations
 

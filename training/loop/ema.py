@@ -1,8 +1,6 @@
-"""Exponential moving average of the weights, in place: one foreach call a step, no second model.
-
-Averaged are the parameters and the running statistics of normalisation layers. Every other buffer (counters, masks,
-position tables) is the model's own: copying it would change nothing, averaging it could not be right.
-"""
+"""Exponential moving average of the weights, in place: one foreach call a step, no second model. Averaged are the
+parameters and the running statistics of normalisation layers. Every other buffer (counters, masks, position tables) is
+the model's own: copying it would change nothing, averaging it could not be right."""
 
 from __future__ import annotations
 

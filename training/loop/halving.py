@@ -1,7 +1,5 @@
 """A micro-batch that does not fit into memory is halved: its parts run one after the other and give the same gradient.
-
-What depends on the samples that are in a pass together, such as BatchNorm's statistics, is then that of a part.
-"""
+What depends on the samples that are in a pass together, such as BatchNorm's statistics, is then that of a part."""
 
 from __future__ import annotations
 

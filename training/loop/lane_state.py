@@ -1,8 +1,5 @@
-"""A model, its optimizer and everything that moves with them.
-
-The step engine builds on this class; the modules around a step know no more of the engine than this, so that no import
-leads back to it.
-"""
+"""A model, its optimizer and everything that moves with them. The step engine builds on this class; the modules around
+a step know no more of the engine than this, so that no import leads back to it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Pruning masks of one model, put back on after every accepted step.
-
-The masked weights and those of the average are zero after each step, so what is measured is what would ship.
-"""
+"""Pruning masks of one model, put back on after every accepted step. The masked weights and those of the average are
+zero after each step, so what is measured is what would ship."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """What the user does to a model after ModelOptimizer was made: it is followed, taken in by join(), or refused by name.
-
 Unnoticed, a replaced parameter would not be trained and be saved untrained, and a moved one would leave its average
-behind. The model is searched for changes when a gradient is missing, now and then, and before weights are
-saved, switched or exported.
-"""
+behind. The model is searched for changes when a gradient is missing, now and then, and before weights are saved,
+switched or exported."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A step whose loss or gradient is not finite: counted, told and undone.
-
-Nothing of it stays but a smaller loss scale. What follows several in a row is decided here, or by `triage.Judge` where
-the lane has one.
-"""
+"""A step whose loss or gradient is not finite: counted, told and undone. Nothing of it stays but a smaller loss scale.
+What follows several in a row is decided here, or by `triage.Judge` where the lane has one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""One model and the one optimizer that steps it: the order of a step, in every mode, in one place.
-
-Backward passes, policies before the step, finite check, unscale and clip, optimizer, policies after the step. The
-order of the policies is that of `Lane.policies`. A rejected step leaves nothing behind but a smaller loss scale.
-"""
+"""One model and the one optimizer that steps it: the order of a step, in every mode, in one place. Backward passes,
+policies before the step, finite check, unscale and clip, optimizer, policies after the step. The order of the policies
+is that of `Lane.policies`. A rejected step leaves nothing behind but a smaller loss scale."""
 
 from __future__ import annotations
 

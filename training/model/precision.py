@@ -1,8 +1,6 @@
-"""Number formats: autocast, the dynamic loss scale of fp16, float32 masters of half parameters.
-
-The loss scale is a Python number, not torch's GradScaler: a step reads the gradient norm in any case, and this number
-shows an overflow, so no further kernel or synchronisation is needed.
-"""
+"""Number formats: autocast, the dynamic loss scale of fp16, float32 masters of half parameters. The loss scale is a
+Python number, not torch's GradScaler: a step reads the gradient norm in any case, and this number shows an overflow, so
+no further kernel or synchronisation is needed."""
 
 from __future__ import annotations
 

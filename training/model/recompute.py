@@ -1,8 +1,5 @@
-"""Activation checkpointing: activations are recomputed in the backward pass instead of stored.
-
-The `forward` attribute of the instance is replaced, so that the model keeps its classes, names and state dict, and
-`remove()` restores it.
-"""
+"""Activation checkpointing: activations are recomputed in the backward pass instead of stored. The `forward` attribute
+of the instance is replaced, so that the model keeps its classes, names and state dict, and `remove()` restores it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""LAMB, Lion and Sophia as foreach updates.
-
-They are not taken from the `pytorch-optimizer` package. Its LAMB differs from the paper (no bias correction of the
-second moment, weight norms clipped at 10). Its Sophia takes second derivatives inside step(), after accumulation, loss
-scale and clipping. Where the rules agree, the tests compare both implementations.
-"""
+"""LAMB, Lion and Sophia as foreach updates. They are not taken from the `pytorch-optimizer` package. Its LAMB differs
+from the paper (no bias correction of the second moment, weight norms clipped at 10). Its Sophia takes second
+derivatives inside step(), after accumulation, loss scale and clipping. Where the rules agree, the tests compare both
+implementations."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """The learning rate as a pure function of the step number: resuming needs the number and nothing else.
-
 `multiplier(step)` is what the base rate is multiplied by for the update after `step` accepted ones (0 is the first).
 Warm-up is linear. By default update `step` of `w` runs at (step + 1) / w, so that no update is lost to a rate of 0.
-`warmup_start: 0` gives step / w, as transformers and timm count; 1/(w + 1) gives (step + 1) / (w + 1), as nanoGPT does.
-"""
+`warmup_start: 0` gives step / w, as transformers and timm count; 1/(w + 1) gives (step + 1) / (w + 1), as nanoGPT
+does."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Gradient, state and master of a parameter in the parameter's own order of memory.
-
-Torch's fused kernels walk through memory in order, whatever the strides say: where those of a parameter, its gradient
-and its state differ, values of other elements are taken, without a word.
-"""
+"""Gradient, state and master of a parameter in the parameter's own order of memory. Torch's fused kernels walk through
+memory in order, whatever the strides say: where those of a parameter, its gradient and its state differ, values of
+other elements are taken, without a word."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""One run of a proof, in a process of its own: after each step it reports a digest of every tensor and counter.
-
-Reports are JSON lines on standard output. Output of the code under proof is redirected to standard error.
-"""
+"""One run of a proof, in a process of its own: after each step it reports a digest of every tensor and counter. Reports
+are JSON lines on standard output. Output of the code under proof is redirected to standard error."""
 
 from __future__ import annotations
 

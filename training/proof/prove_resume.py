@@ -1,8 +1,6 @@
 """Proves that a resumed run equals an uninterrupted one bit for bit: the same steps in one process, and split over two.
-
 Each run has a process of its own, so that only the checkpoint is carried over. After every step both report digests of
-all their state, which give the step and the name of the first difference.
-"""
+all their state, which give the step and the name of the first difference."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Checkpoints: everything that a training needs to resume, in one safetensors file.
-
-Tensors are named `online/…`, `ema/…`, `masters/…`, `optimizer/…` and so on under canonical parameter names, so that a
-checkpoint does not depend on how the model was wrapped or how many ranks wrote it. The rest is one JSON entry:
-counters, schedule, loss scale, random state, data positions. Nothing is pickled.
-"""
+"""Checkpoints: everything that a training needs to resume, in one safetensors file. Tensors are named `online/…`,
+`ema/…`, `masters/…`, `optimizer/…` and so on under canonical parameter names, so that a checkpoint does not depend on
+how the model was wrapped or how many ranks wrote it. The rest is one JSON entry: counters, schedule, loss scale, random
+state, data positions. Nothing is pickled."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The optimizer's part of a checkpoint: written, checked against the present optimizer, and restored.
-
-State is stored by parameter name, so that it does not depend on how the optimizer groups its parameters. The state of a
-custom optimizer is stored as its state_dict() returns it.
-"""
+"""The optimizer's part of a checkpoint: written, checked against the present optimizer, and restored. State is stored
+by parameter name, so that it does not depend on how the optimizer groups its parameters. The state of a custom
+optimizer is stored as its state_dict() returns it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""safetensors files: written atomically, with a checksum, and read without a memory map.
-
-The safetensors library writes and parses the format. Our files hold one metadata entry, a JSON text: the caller's
-metadata with a checksum over it and over every tensor, so that a damaged checkpoint is refused.
-"""
+"""safetensors files: written atomically, with a checksum, and read without a memory map. The safetensors library writes
+and parses the format. Our files hold one metadata entry, a JSON text: the caller's metadata with a checksum over it and
+over every tensor, so that a damaged checkpoint is refused."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Finds the state dict that fits a model in a checkpoint file of any trainer.
-
-Trainers nest state dicts under keys, prefix names with those of wrappers, and store averages beside the weights or
-alone. A state dict fits when, without wrappers and prefix, it has every tensor of the model at its shape.
-"""
+"""Finds the state dict that fits a model in a checkpoint file of any trainer. Trainers nest state dicts under keys,
+prefix names with those of wrappers, and store averages beside the weights or alone. A state dict fits when, without
+wrappers and prefix, it has every tensor of the model at its shape."""
 
 from __future__ import annotations
 

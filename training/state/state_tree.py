@@ -1,8 +1,6 @@
 """Serialises nested containers, numbers and tensors as one JSON text and one flat table of tensors, without pickle.
-
 Reading never imports a module: a class is looked up among those that this process has loaded, and only tensor
-subclasses, enumerations, named tuples and plain objects of classes that the caller lists are created.
-"""
+subclasses, enumerations, named tuples and plain objects of classes that the caller lists are created."""
 
 from __future__ import annotations
 
