@@ -411,16 +411,11 @@ class ModelOptimizer:
         self._metric, self._validated = metric, only
 
     def validate(self, metric: Callable[[nn.Module], float], *, only: str | None = None) -> dict[str, float]:
-        """Measures the online weights and what would ship (EMA, masks, fake-quant) side by side.
+        """Measures the online weights and what would ship (EMA, masks, fake-quant) side by side: `online`, `deploy` and
+        their difference `gap`. Higher is better, unless `monitor.better` says otherwise.
 
         The model is in eval mode meanwhile. A plateau schedule follows the metric of what would ship. A checkpoint that
         `save_interval` wrote after this very step is written again, with the figures in it.
-
-        Args:
-            metric: gets the model; higher is better, unless `monitor.better` says otherwise.
-
-        Returns:
-            `online`, `deploy` and their difference `gap`.
         """
         figures = ema_swap.validate(self._lane(only, "validate"), metric)
         # The step from which on what ships is what was asked for: pruned to its share, averaged by SWA. A validation
@@ -455,13 +450,9 @@ class ModelOptimizer:
         micro: int = 0,
         only: str | None = None,
     ) -> AccumulationCheck:
-        """Whether accumulating over ragged parts of `batch` gives the gradient of the whole, within a stated bound.
-
-        Args:
-            batch: (inputs…, target) or a dict by input name.
-            loss: mean loss of (model, batch).
-            micro: parts; `accumulate.steps` (at least 3) by default.
-        """
+        """Whether accumulating over `micro` ragged parts of `batch` (by default `accumulate.steps`, at least 3)
+        gives the gradient of the whole, within a stated bound. `batch` is (inputs…, target) or a dict by input name,
+        and `loss` the mean loss of (model, batch)."""
         return verify(
             self._lane(only, "verify_accumulation"), batch, loss, micro or max(self.config.accumulate.steps, 3)
         )
@@ -473,29 +464,20 @@ class ModelOptimizer:
         return plan_all(self.lanes) if only is None else plan(self._lane(only, "plan"))
 
     def prove_resume(self, steps: int, make: str, *, start: str | Path | None = None) -> Proof:
-        """Whether a run split over two processes equals one in a single process, bit for bit.
-
-        The processes build everything anew with `make`, whatever state this object is in, and leave it alone.
-
-        Args:
-            steps: calls of step() before the checkpoint, and after it.
-            make: `module:function` or `file.py:function` that returns (ModelOptimizer, step) built anew.
-            start: a checkpoint, or a folder of them, to begin from; without it from the beginning.
-        """
+        """Whether a run split over two processes, each of `steps` calls of step(), equals one in a single process,
+        bit for bit. The processes build everything anew with `make` (`module:function` or `file.py:function`, which
+        returns (ModelOptimizer, step)) and begin from the checkpoint `start`, where one is given. This object is
+        left alone."""
         return prove(make, steps, start=None if start is None else Path(start))
 
     def watch(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Hands on the loader's batches and counts the time spent waiting for them (`wait_rate`, and a warning)."""
-        batches = iter(loader)
-        while True:
-            start = time.perf_counter()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
+        start = time.perf_counter()
+        for batch in loader:
             for lane in self.lanes.values():
                 lane.monitor.waited += time.perf_counter() - start
             yield batch
+            start = time.perf_counter()
 
     def join(self) -> list[str]:
         """Takes in parameters that the model has gained since (fake-quantisation scales, a new head); their names."""

@@ -68,13 +68,10 @@ class Deviations:
 
 def deviation(model: nn.Module, inputs: Sequence[Tensor], micro_batches: int,
               run: Callable[..., Any] | None = None) -> Deviations:  # fmt: skip
-    """Runs a batch whole and in `micro_batches` parts and compares: BatchNorm as in training, everything else (dropout)
-    as in evaluation, so that nothing but the statistics makes a difference. Leaves no trace.
-
-    Args:
-        inputs: positional arguments of forward; each is split along axis 0, into parts of two samples at least.
-        run: called with the model and the arguments instead of the model alone (to pick an output, for example).
-    """
+    """Runs a batch whole and in `micro_batches` parts of two samples at least, along axis 0 of each input, and
+    compares: BatchNorm as in training, everything else (dropout) as in evaluation, so that nothing but the
+    statistics makes a difference. Leaves no trace. `run` is called with the model and the arguments instead of the
+    model alone."""
     from layerline.training.data.loss import first_output
 
     model = unwrap(model)

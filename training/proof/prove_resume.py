@@ -109,12 +109,10 @@ def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, 
           progress: Callable[[int, int], object] = lambda *_: None) -> Proof:  # fmt: skip
     """Runs `steps` calls of step(), saves, runs as many again; then a fresh process loads and runs the second half.
 
-    Args:
-        make: what builds everything anew and returns (ModelOptimizer, step): `package.module:function` or
-            `path/to/file.py:function`. A dict of tensors that step() returns is compared as well. A third part of the
-            result, a function, tells how many calls are left: fewer than `steps` are made where there is no room.
-        arguments: keyword arguments of the function; plain data.
-        start: a checkpoint, or a folder of them, to begin from.
+    `make` names what builds everything anew, with `arguments`, and returns (ModelOptimizer, step):
+    `package.module:function` or `path/to/file.py:function`. A dict of tensors that step() returns is compared as well.
+    A third part of the result, a function, tells how many calls are left: fewer than `steps` are made where there is no
+    room.
     """
     if steps < 1:
         raise ConfigError(f"a proof takes a step at least, got {steps}", where="steps")

@@ -163,13 +163,9 @@ def weights(path: str | Path, *, only: str | None = None) -> tuple[dict[str, Ten
 
 
 def load_weights(model: nn.Module, path: str | Path, *, ema: bool = True, only: str | None = None) -> None:
-    """Copies the weights of a file into a model; names of wrappers on either side do not matter.
-
-    Args:
-        path: our file or another tool's, or a folder of checkpoints.
-        ema: takes the averages where there are any, otherwise the trained weights.
-        only: the model of the checkpoint, where it holds several.
-    """
+    """Copies the weights of a file of ours or of another tool's, or of the newest checkpoint of a folder, into a
+    model; names of wrappers on either side do not matter. With `ema` it takes the averages where there are any.
+    `only` names the model of a checkpoint that holds several."""
     names.load(model, weights(path, only=only)[ema])
 
 
