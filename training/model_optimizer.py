@@ -310,19 +310,13 @@ class ModelOptimizer:
         self.extras[name] = thing
 
     def save_ckpt(self, path: str | Path) -> Path:
-        """One file with everything that going on needs, written atomically.
-
-        Args:
-            path: a `.safetensors` file; or a folder, in which the newest `monitor.keep` checkpoints are kept.
-        """
+        """One file with everything that going on needs, written atomically: a `.safetensors` file, or one in a
+        folder, in which the newest `monitor.keep` checkpoints are kept."""
         return checkpoint.save(self, Path(path))
 
     def load_ckpt(self, path: str | Path) -> Path:
-        """Goes on from a checkpoint, or from the newest sound one of a folder; a damaged one is skipped with a warning.
-
-        Raises:
-            StageError: there is none, or it does not fit the model; names the tensors.
-        """
+        """Goes on from a checkpoint, or from the newest sound one of a folder; a damaged one is skipped with a
+        warning. Where it does not fit the model, an error names the tensors."""
         return checkpoint.load(self, Path(path))
 
     def state_dict(self) -> dict[str, Any]:
@@ -367,18 +361,13 @@ class ModelOptimizer:
     def apply_mask(
         self, masks: Mapping[str, Tensor] | Gradual, *, replace: bool = False, only: str | None = None
     ) -> None:
-        """Zeroes weights now and after every accepted step, in the weights, their masters and the average.
-
-        Masks that were applied before hold as well: a weight stays where all of them leave it.
+        """Zeroes weights now and after every accepted step, in the weights, their masters and the average. A weight
+        stays where all masks so far leave it; `replace` drops those before, so that what they held at zero is trained
+        again.
 
         Args:
             masks: True or 1 where a weight stays, by parameter name (`layerline.training.loop.masks` chooses some); or
-                `Gradual`, which chooses them while training goes on.
-            replace: drops the masks before; what they held at zero is trained again. `{}` then leaves none.
-
-        Raises:
-            ConfigError: a name that is no parameter, another shape, a value that is neither 0 nor 1.
-            StageError: ranks have different masks.
+                `Gradual`, which chooses them while training goes on. `{}` with `replace` leaves none.
         """
         lane = self._lane(only, "apply_mask")
         if lane.peers is not None:
@@ -412,11 +401,9 @@ class ModelOptimizer:
 
     def validate(self, metric: Callable[[nn.Module], float], *, only: str | None = None) -> dict[str, float]:
         """Measures the online weights and what would ship (EMA, masks, fake-quant) side by side: `online`, `deploy` and
-        their difference `gap`. Higher is better, unless `monitor.better` says otherwise.
-
-        The model is in eval mode meanwhile. A plateau schedule follows the metric of what would ship. A checkpoint that
-        `save_interval` wrote after this very step is written again, with the figures in it.
-        """
+        their difference `gap`. Higher is better, unless `monitor.better` says otherwise. The model is in eval mode
+        meanwhile. A plateau schedule follows the metric of what would ship. A checkpoint that `save_interval` wrote
+        after this very step is written again, with the figures in it."""
         figures = ema_swap.validate(self._lane(only, "validate"), metric)
         # The step from which on what ships is what was asked for: pruned to its share, averaged by SWA. A validation
         # before it is measured on another kind of model, and can't be the best.
@@ -464,10 +451,9 @@ class ModelOptimizer:
         return plan_all(self.lanes) if only is None else plan(self._lane(only, "plan"))
 
     def prove_resume(self, steps: int, make: str, *, start: str | Path | None = None) -> Proof:
-        """Whether a run split over two processes, each of `steps` calls of step(), equals one in a single process,
-        bit for bit. The processes build everything anew with `make` (`module:function` or `file.py:function`, which
-        returns (ModelOptimizer, step)) and begin from the checkpoint `start`, where one is given. This object is
-        left alone."""
+        """Whether a run split over two processes, each of `steps` calls of step(), equals one in a single process, bit
+        for bit. The processes build everything anew with `make` (`module:function` or `file.py:function`, which returns
+        (ModelOptimizer, step)) and begin from the checkpoint `start`, where one is given. This object is left alone."""
         return prove(make, steps, start=None if start is None else Path(start))
 
     def watch(self, loader: Iterable[Any]) -> Iterator[Any]:

@@ -93,11 +93,9 @@ class _Written(dict[str, str]):
 
 
 def load(source: Config | Mapping[str, Any] | str | Path, *, whole: bool = False) -> Config:
-    """The typed configuration from a dict in either shape, a YAML file, or itself.
-
-    An error names the field as it was written, in a file with line and column. With `whole` the configuration is
-    complete: a field that nobody reads is an error then, and a schedule must have its length.
-    """
+    """The typed configuration from a dict in either shape, a YAML file, or itself. An error names the field as it was
+    written, in a file with line and column. With `whole` the configuration is complete: a field that nobody reads is an
+    error then, and a schedule must have its length."""
     if isinstance(source, str | Path):
         path = Path(source)
         if not path.is_file():

@@ -22,14 +22,11 @@ def soft_loss(
     axis: int | None = None,
     counted: Tensor | None = None,
 ) -> Tensor:
-    """T² · KL(softmax(teacher / T) ‖ softmax(student / T)), averaged over all positions (Hinton et al. 2015).
+    """T² · KL(softmax(teacher / T) ‖ softmax(student / T)), averaged over all positions, or over those that `counted`
+    marks in the shape of the logits without `axis` (Hinton et al. 2015).
 
     T² keeps the gradient's size when T changes. Computed in float32, without a gradient for the teacher. A class that
-    the teacher excludes (logit -inf) counts nothing.
-
-    Args:
-        axis: the axis of the classes; None: as `loss.class_axis` finds it from the logits alone.
-        counted: True at the positions to average over, in the shape of the logits without `axis`; otherwise all count.
+    the teacher excludes (logit -inf) counts nothing. The classes are on `axis`; None: as `loss.class_axis` finds it.
     """
     if student.shape != teacher.shape:
         what = f"the student gives {tuple(student.shape)}, the teacher {tuple(teacher.shape)}"

@@ -42,10 +42,8 @@ def class_axis(output: Tensor, labels: Tensor | None) -> int:
 
 def default_loss(model: nn.Module, batch: Any, *, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
     """Cross-entropy for integer targets (classes on axis 1, or on the last axis of sequences), mean squared error for
-    float targets, and the model's own loss for a batch without target.
-
-    `reduction` is that of cross-entropy over the labels that count: a mean over none of them is NaN, a sum is 0.
-    """
+    float targets, and the model's own loss for a batch without target. `reduction` is that of cross-entropy over the
+    labels that count: a mean over none of them is NaN, a sum is 0."""
     args, kwargs, target = split(batch, model.forward)
     if not any(isinstance(v, Tensor) for v in leaves((args, kwargs))):
         raise TaskError(

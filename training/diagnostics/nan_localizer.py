@@ -74,13 +74,11 @@ class Pass:
 
 
 def trace(model: nn.Module, recorded: Pass) -> Origin | None:
-    """Runs the pass again and finds the origin of its first relevant NaN or Inf; None where everything is finite.
-
-    An operator is an origin when its result isn't finite and all its inputs are. An Inf that was written on purpose (a
+    """Runs the pass again and finds the origin of its first relevant NaN or Inf; None where everything is finite. An
+    operator is an origin when its result isn't finite and all its inputs are. An Inf that was written on purpose (a
     mask filled with -inf) is not an origin, unless nothing else explains a later NaN. A weight, a buffer or an input
     with an Inf may be such a mask, too: it is the origin when no operator explains the NaN, and every sample with the
-    Inf has a NaN.
-    """
+    Inf has a NaN."""
     model = unwrap(model)
     sources = list(_sources(model, recorded))
     for source in sources:

@@ -27,11 +27,9 @@ WORKING = ("the backward pass", "reducing gradients")
 
 
 class Pulse:
-    """Posts the phase of this rank to the store in which the ranks met, and reads those of the others.
-
-    After `alarm_s` seconds in one collective the thread logs which rank is late (None: never). It is for backends whose
-    collectives don't raise (NCCL) but abort the process after their own timeout.
-    """
+    """Posts the phase of this rank to the store in which the ranks met, and reads those of the others. After `alarm_s`
+    seconds in one collective the thread logs which rank is late (None: never). It is for backends whose collectives
+    don't raise (NCCL) but abort the process after their own timeout."""
 
     def __init__(self, store: Any, rank: int, size: int, alarm_s: float | None = None) -> None:
         self.rank, self.size = rank, size

@@ -69,9 +69,8 @@ class Deviations:
 def deviation(model: nn.Module, inputs: Sequence[Tensor], micro_batches: int,
               run: Callable[..., Any] | None = None) -> Deviations:  # fmt: skip
     """Runs a batch whole and in `micro_batches` parts of two samples at least, along axis 0 of each input, and
-    compares: BatchNorm as in training, everything else (dropout) as in evaluation, so that nothing but the
-    statistics makes a difference. Leaves no trace. `run` is called with the model and the arguments instead of the
-    model alone."""
+    compares: BatchNorm as in training, everything else (dropout) as in evaluation, so that nothing but the statistics
+    makes a difference. Leaves no trace. `run` is called with the model and the arguments instead of the model alone."""
     from layerline.training.data.loss import first_output
 
     model = unwrap(model)
@@ -105,10 +104,10 @@ def deviation(model: nn.Module, inputs: Sequence[Tensor], micro_batches: int,
 
 
 def to_group_norm(model: nn.Module, groups: int = 32) -> list[str]:
-    """Replaces every BatchNorm by GroupNorm, in place; returns their paths. GroupNorm (Wu & He 2018) normalises each
-    sample by itself, so any split of a batch gives the same gradient. Scale and shift stay the same parameters; running
-    statistics have no counterpart, so train on afterwards. The number of groups is the greatest divisor of the channels
-    up to `groups`."""
+    """Replaces every BatchNorm by GroupNorm (Wu & He 2018), in place; returns their paths. It normalises each sample
+    by itself, so any split of a batch gives the same gradient. Scale and shift stay the same parameters; running
+    statistics have no counterpart, so train on afterwards. The number of groups is the greatest divisor of the
+    channels up to `groups`."""
 
     def group_norm(norm: nn.modules.batchnorm._BatchNorm) -> nn.GroupNorm:
         channels = norm.num_features

@@ -59,11 +59,9 @@ def average(model: Named, masters: Masters | None, config: Config) -> Ema | None
 
 
 class Ema(Policy):
-    """The average of a set of tensors, which are read as they are at each update: `module.to()` may move them.
-
-    `live` says where the model holds those that are buffers; a forward pass may replace them. `mean` takes the plain
-    mean of the weights from `start_step` on; decay and warm-up say nothing then.
-    """
+    """The average of a set of tensors, which are read as they are at each update: `module.to()` may move them. `live`
+    says where the model holds those that are buffers; a forward pass may replace them. `mean` takes the plain mean of
+    the weights from `start_step` on; decay and warm-up say nothing then."""
 
     def __init__(
         self, sources: Mapping[str, Tensor], config: EmaConfig, live: Slots | None = None, *, mean: bool = False

@@ -26,11 +26,9 @@ def magnitude(
     model: nn.Module, sparsity: float, *, scope: Scope = "layer", skip: Sequence[str] = ()
 ) -> dict[str, Tensor]:
     """Masks that drop the smallest weights of the Linear and convolution layers: exactly round(sparsity · n) of them.
-
     Gives True where a weight stays, by canonical parameter name; `skip` holds glob patterns of names that stay whole.
     Of equal weights the first go. With `scope="global"` the share (0 to 1) holds over all layers, and the largest
-    weight of a layer always stays: a layer without weights is cut off from the rest for good.
-    """
+    weight of a layer always stays: a layer without weights is cut off from the rest for good."""
     _check_word("scope", scope, Scope)
     weights: dict[str, Tensor] = {}
     for name, (_, param) in _layers(model, skip).items():
@@ -67,12 +65,9 @@ def two_of_four(model: nn.Module, *, skip: Sequence[str] = ()) -> dict[str, Tens
 
 def channels(model: nn.Module, sparsity: float, *, skip: Sequence[str] = (), norms: bool = False) -> dict[str, Tensor]:
     """Masks that drop whole output channels, those of smallest L2 norm: round(sparsity · channels) of each Linear and
-    convolution layer, one at least stays.
-
-    The channel's bias goes too, so that it gives exactly zero and can be cut out later; with `norms` also what the
-    BatchNorm that is registered right behind gives for it. The output channels of a transposed convolution are on axis
-    1, group by group on axis 0.
-    """
+    convolution layer, one at least stays. The channel's bias goes too, so that it gives exactly zero and can be cut out
+    later; with `norms` also what the BatchNorm that is registered right behind gives for it. The output channels of a
+    transposed convolution are on axis 1, group by group on axis 0."""
     layers = _layers(model, skip)
     weights = {name: whole(param.detach()).float() for name, (_, param) in layers.items()}
     _check(sparsity, weights)

@@ -108,12 +108,10 @@ class Proof:
 def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, start: Path | None = None,
           progress: Callable[[int, int], object] = lambda *_: None) -> Proof:  # fmt: skip
     """Runs `steps` calls of step(), saves, runs as many again; then a fresh process loads and runs the second half.
-
     `make` names what builds everything anew, with `arguments`, and returns (ModelOptimizer, step):
     `package.module:function` or `path/to/file.py:function`. A dict of tensors that step() returns is compared as well.
     A third part of the result, a function, tells how many calls are left: fewer than `steps` are made where there is no
-    room.
-    """
+    room."""
     if steps < 1:
         raise ConfigError(f"a proof takes a step at least, got {steps}", where="steps")
     with temporary_folder() as folder:

@@ -140,11 +140,8 @@ def _code_and_data(parts: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
-    """Runs to the end, from the newest sound checkpoint in `scratch` where there is one.
-
-    A checkpoint is written every `save_every` optimizer steps, every ten seconds or so, and before the
-    KeyboardInterrupt of an interrupt.
-    """
+    """Runs to the end, from the newest sound checkpoint in `scratch` where there is one. A checkpoint is written every
+    `save_every` optimizer steps, every ten seconds or so, and before the KeyboardInterrupt of an interrupt."""
     mo, folder = run.mo, scratch / "checkpoints"
     # Inside the stage's own scratch folder, so that an interrupted training finds them again.
     if mo.best is not None:

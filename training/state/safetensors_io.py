@@ -27,11 +27,9 @@ _BLOCK = 4096
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None) -> None:
-    """Writes atomically: a temporary file beside `path`, fsync, rename. The same content gives the same bytes.
-
-    Each tensor is written out, also where two share memory: leave a tied one out and record its alias in `meta`. A
-    contiguous tensor on the CPU is not copied.
-    """
+    """Writes atomically: a temporary file beside `path`, fsync, rename. The same content gives the same bytes. Each
+    tensor is written out, also where two share memory: leave a tied one out and record its alias in `meta`. A
+    contiguous tensor on the CPU is not copied."""
     # The specifications hold addresses only: this dict keeps the memory alive until the file is written.
     contents: dict[str, Tensor] = {}
     for name in sorted(tensors):
