@@ -425,8 +425,7 @@ class ModelOptimizer:
         return self.best is not None and self.best.should_stop
 
     def on_log(self, call: Callable[[dict[str, float]], object], *, only: str | None = None) -> None:
-        """Calls `call` with each row of the log from now on, by column: `wandb.log`, `mlflow.log_metrics`. Of several
-        ranks the first one's is called."""
+        """Calls `call` with each row of the log from now on, as `wandb.log`. Of several ranks the first does."""
         self._lane(only, "on_log").monitor.track(call)
 
     def verify_accumulation(
@@ -440,9 +439,8 @@ class ModelOptimizer:
         """Whether accumulating over `micro` ragged parts of `batch` (by default `accumulate.steps`, at least 3)
         gives the gradient of the whole, within a stated bound. `batch` is (inputs…, target) or a dict by input name,
         and `loss` the mean loss of (model, batch)."""
-        return verify(
-            self._lane(only, "verify_accumulation"), batch, loss, micro or max(self.config.accumulate.steps, 3)
-        )
+        parts = micro or max(self.config.accumulate.steps, 3)
+        return verify(self._lane(only, "verify_accumulation"), batch, loss, parts)
 
     # What it does.
 

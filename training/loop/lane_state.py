@@ -133,7 +133,7 @@ class LaneState:
 
     def untrained(self) -> list[nn.Parameter]:
         """Parameters of the model that are frozen."""
-        trained = {id(p) for p in self.params}
+        trained = set(map(id, self.params))
         return [p for p in self.named.params.values() if id(p) not in trained and not p.requires_grad]
 
     def forget(self) -> None:

@@ -40,14 +40,13 @@ def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Rank
     sharded = options.shard != "none"
     wrapped = any(isinstance(model, DistributedDataParallel) for model in models)
     split = any(is_split(model) for model in models)
-    grouped = dist.is_available() and dist.is_initialized()
-    # One process, as long as nothing asks for more.
-    if not (options.backend or sharded or wrapped or split or grouped):
+    asked = options.backend or sharded or wrapped or split
+    if not asked and not (dist.is_available() and dist.is_initialized()):
         return None
     from layerline.training.distributed import data_parallel, ranks, sharding
 
-    if not (options.backend or sharded or wrapped or split or ranks.joined()):
-        return None
+    if not asked and not ranks.joined():
+        return None  # one process, as long as nothing asks for more
     if sharded:
         _check_shard(models, config, wrapped=wrapped, custom=custom)
     trained = [p for model in models for p in model.parameters() if p.requires_grad]
