@@ -100,10 +100,9 @@ def rotation(folder: Path) -> list[Path]:
 def state(mo: Training, *, timings: bool = True) -> tuple[Tensors, dict[str, Any]]:
     """Tensors by name (not copies) and the JSON entry. The models must hold their trained weights, not averages."""
     tensors: Tensors = {}
-    lanes = {
-        name: lane_checkpoint.collect(lane, prefix_of(name), tensors, timings=timings)
-        for name, lane in mo.lanes.items()
-    }
+    lanes = {}
+    for name, lane in mo.lanes.items():
+        lanes[name] = lane_checkpoint.collect(lane, prefix_of(name), tensors, timings=timings)
     extras = {name: pack(extra.state_dict(), f"extras/{name}", tensors) for name, extra in mo.extras.items()}
     meta = {"format": FORMAT, "config": mo.config.model_dump(mode="json"), "lanes": lanes, "extras": extras,
             "rng": pack(tuple(rng_state.draws()), "rng", tensors)}  # fmt: skip
