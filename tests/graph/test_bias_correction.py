@@ -29,7 +29,7 @@ def test_no_channel_is_off_on_average_any_more(call, x_shape, w_shape, b_shape, 
     x, weights = np.abs(f32(*x_shape)), {"w": f32(*w_shape)} | ({} if b_shape is None else {"b": f32(*b_shape)})
     light, placed, histograms, feed = setup(f"g (float[{dims}] x) => (float[{out}] y) {{ {call} }}", x, **weights)
     # A range that cuts half of the numbers moves every channel.
-    plan = qdq.plan(light, placed, histograms, "minmax", chosen={"x": ("half", 0.6)})
+    plan = qdq.plan(light, placed, histograms, "minmax", chosen={("x", "int8"): ("half", 0.6)})
     quantized = qdq.apply(light, plan)
     # Often enough that the mean is certain.
     corrected, count = bias_correction.correct(quantized, range_choice.shifts(light, plan, [feed] * 500))
