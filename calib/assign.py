@@ -12,7 +12,8 @@ import numpy.typing as npt
 from layerline.calib.calibrators import Calibrator, threshold
 from layerline.calib.histogram import Histogram, shortest
 from layerline.calib.plan import QuantValue, Wanted
-from layerline.calib.scales import channel_amax, scale_of
+from layerline.calib.range_candidates import BOUND
+from layerline.calib.scales import channel_amax, scale_of, steps_of
 from layerline.pipeline.errors import StageError
 
 
@@ -44,7 +45,11 @@ def activation(
     observed = (0.0, 0.0)
     if histogram.count:
         observed = (histogram.low, histogram.high)
-    return _value(wanted, scale_of(amax, wanted.dtype), amax, observed, name)
+    low, high = merged.low, merged.high
+    if name == BOUND:
+        low, high = min(np.sign(low), 0.0) * amax, amax
+    scale, zero_point = steps_of(amax, wanted.dtype, low, high)
+    return dataclasses.replace(_value(wanted, scale, amax, observed, name), zero_point=zero_point)
 
 
 def weight(wanted: Wanted, array: npt.NDArray[Any]) -> QuantValue:

@@ -26,6 +26,7 @@ ZERO_RANGE_SCALE = 1 / LEVELS
 
 _DTYPES: dict[str, tuple[float, Any]] = {
     "int8": (LEVELS, np.int8),
+    "uint8": (255, np.uint8),
     "float8e4m3fn": (448.0, ml_dtypes.float8_e4m3fn),
     "int4": (7, ml_dtypes.int4),
     "float4e2m1": (6.0, ml_dtypes.float4_e2m1fn),
@@ -80,6 +81,22 @@ def scale_of(amax: npt.NDArray[Any] | float, dtype: str = "int8") -> npt.NDArray
         raise ValueError(f"thresholds must be finite and not negative, not {amax}")
     scale = np.maximum(threshold / _DTYPES[dtype][0], LEAST_SCALE)
     return np.where(threshold > 0, scale, ZERO_RANGE_SCALE).astype(np.float32)
+
+
+def steps_of(amax: float, dtype: str, low: float, high: float) -> tuple[npt.NDArray[np.float32], int]:
+    """The scale and the zero point of an activation.
+
+    Args:
+        amax: the threshold.
+        dtype: uint8 covers what lies between low and high, and 0; others are symmetric.
+        low: least value.
+        high: greatest value.
+    """
+    if dtype != "uint8":
+        return scale_of(amax, dtype), 0
+    least, most = min(max(low, -amax), 0.0), max(min(high, amax), 0.0)
+    scale = scale_of(most - least, dtype)
+    return scale, int(np.clip(np.rint(-least / scale), 0, 255))
 
 
 def channel_amax(weight: npt.NDArray[Any], axis: int | None) -> npt.NDArray[np.float64]:

@@ -57,6 +57,8 @@ class Quantize(Stage):
     nvfp4: weights of Gemm and MatMul alone, in blocks of 32 and 16; nvfp4 for 10.0 and later. qat: int8 or fp8, with
     weights and scales trained under fake quantisation. fp16, bf16: half precision wherever it is safe. none: passed on
     as is."""
+    target: Literal["tensorrt", "onnxruntime", "openvino"] = "tensorrt"
+    """The runtime whose rules say which layers are quantised, and how. The engine stage takes tensorrt alone."""
     rest: Literal["fp32", "fp16", "bf16"] = "fp32"
     """In modes that quantise, the type of what stays float: TensorRT runs it as it is written."""
     calibrator: Literal["auto", "entropy", "percentile", "minmax", "mse"] = "auto"
@@ -112,6 +114,16 @@ class Quantize(Stage):
     qat: QatOptions | None = None
     """For mode qat, how it trains."""
 
+    @field_validator("target")
+    @classmethod
+    def _check_target(cls, target: str, info: ValidationInfo) -> str:
+        mode = info.data.get("mode", "int8")
+        if mode == "qat" and target != "tensorrt":
+            raise ValueError("expected tensorrt with mode qat")
+        if mode in FORMATS and mode not in _formats_of(target):
+            raise ValueError(f"expected a target that takes {mode}; {target} takes {', '.join(_formats_of(target))}")
+        return target
+
     @field_validator("qat")
     @classmethod
     def _check_qat(cls, qat: QatOptions | None, info: ValidationInfo) -> QatOptions | None:
@@ -148,7 +160,7 @@ class Quantize(Stage):
         if mode == "qat":
             allowed |= {"int8", "fp8"}
         elif mode in FORMATS:
-            allowed |= set(FORMATS)
+            allowed |= set(_formats_of(info.data.get("target", "tensorrt")))
         else:
             allowed = {mode, "fp32", "skip"}
         for pattern, wanted in layers.items():
@@ -384,6 +396,7 @@ class Quantize(Stage):
         from layerline.graph.quantization.targets import OPS
 
         return Rules(
+            target=self.target,
             format=self._format,
             formats=formats.quantized,
             ops=OPS if self.ops is None else self.ops,
@@ -436,6 +449,14 @@ class Quantize(Stage):
 
 def _as_it_is(report: Report) -> Report:
     return report
+
+
+def _formats_of(target: str) -> list[str]:
+    """The formats that any operator of a target takes."""
+    from layerline.graph.quantization.targets import TARGETS
+
+    taken = set[str]().union(*TARGETS[target].formats.values())
+    return [name for name in FORMATS if name in taken]
 
 
 def _write_plan(out: Path, converted: Converted) -> None:

@@ -20,6 +20,7 @@ from layerline.calib.samples import Batch, Samples
 from layerline.graph.io.opset import raise_opset
 from layerline.graph.quantization import (
     bias_correction,
+    integer_bias,
     measured_plan,
     mixed_precision,
     own_qdq,
@@ -29,7 +30,7 @@ from layerline.graph.quantization import (
     rounding,
 )
 from layerline.graph.quantization.calibration_data import CalibrationData
-from layerline.graph.quantization.targets import OF_TYPE, OPS
+from layerline.graph.quantization.targets import OF_TYPE, OPS, TARGETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +124,8 @@ class Calibrated:
         shifts = {layer: shift for layer, shift in self.shifts.items() if layer in readers}
         if shifts:
             quantized, _ = bias_correction.correct(quantized, shifts)
+        if TARGETS[self.rules.target].integer_bias:
+            quantized = integer_bias.store(quantized)
         return Converted(
             reference=self.model,
             model=quantized,

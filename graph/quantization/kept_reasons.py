@@ -13,7 +13,8 @@ from layerline.graph.quantization.targets import OPS, WEIGHTED, Target
 from layerline.graph.quantization.weight_sources import weight_of
 
 FLOAT = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-_ACTIVATIONS = ("Relu", "Clip", "LeakyRelu")
+FUSED = ("Relu", "Clip", "LeakyRelu")
+"""Activation functions that a quantised layer before them computes as well."""
 # Operators that move numbers without changing them: not worth a line in the list of what stays float.
 _MOVES = frozenset(
     "Reshape Flatten Transpose Squeeze Unsqueeze Expand Tile Identity Slice Split Gather GatherElements GatherND Pad "  # noqa: SIM905
@@ -68,7 +69,7 @@ def _fused(nodes: Sequence[ir.Node], kept: Mapping[ir.Node, str], quantized: set
     """Activation functions right after a quantised layer, which compute as part of it."""
     fused = set[ir.Node]()
     for node in nodes:
-        if node.op_type not in _ACTIVATIONS or not node.inputs or node.inputs[0] is None:
+        if node.op_type not in FUSED or not node.inputs or node.inputs[0] is None:
             continue
         producer = node.inputs[0].producer()
         if producer is None:

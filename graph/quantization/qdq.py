@@ -211,7 +211,7 @@ class _Writer:
         """Adds Q and DQ right after the value; returns the dequantised value."""
         dtype = value.dtype or ir.DataType.FLOAT
         scale = self.tensor(item.name + SCALE, np.array(item.scales[0], dtype.numpy()))
-        zero = self.tensor(item.name + ZERO_POINT, np.zeros((), numpy_dtype(item.dtype)))
+        zero = self.tensor(item.name + ZERO_POINT, np.array(item.zero_point, numpy_dtype(item.dtype)))
         stored = ir.DataType[item.dtype.upper()]
         forth = self.node("QuantizeLinear", [value, scale, zero], item, QUANTIZED, stored, value.shape)
         back = self.node("DequantizeLinear", [forth.outputs[0], scale, zero], item, DEQUANTIZED, dtype, value.shape)

@@ -25,7 +25,7 @@ from layerline.graph.analysis.ir_queries import dim
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.quantization.channel_axes import channel_axis, shared_scales, summed_axis, uneven
-from layerline.graph.quantization.kept_reasons import is_activation, listed
+from layerline.graph.quantization.kept_reasons import FUSED, is_activation, listed
 from layerline.graph.quantization.naming import first_output, matching, module_of
 from layerline.graph.quantization.targets import FORMATS, OPS, POOLS, TARGETS, WEIGHTED
 from layerline.graph.quantization.weight_sources import weight_of
@@ -165,6 +165,9 @@ class _Placing:
         for node in self._nodes_to_quantize(POOLS):
             if is_activation(node.inputs[0]) and not self._refused(node, self._format(node)):
                 self._want_activation(node, 0, self._format(node), f"input of {node.op_type}")
+        for node in self.nodes:
+            if node.op_type in self.target.outputs and self._reads_int8(node):
+                self._output(node)
         # Backwards: a Concat that feeds another Concat is quantised because of the later one.
         for node in reversed(list(self._nodes_to_quantize(("Concat",)))):
             self._concat(node)
@@ -255,6 +258,8 @@ class _Placing:
             # Of two Convs the deeper one runs last: it fuses, the other's output is there by then.
             _, fused, conv = max((self._depths[conv], i, conv) for i, conv in enumerate(convs) if conv is not None)
             if not self._refused(node, self._format(conv)):
+                if self.target.add_inputs == 2:
+                    self._want_activation(node, fused, self._format(conv), "input of a residual Add")
                 self._want_activation(node, 1 - fused, self._format(conv), "skip input of a residual Add")
 
     def _stays_float(self, node: ir.Node | None) -> bool:
@@ -299,7 +304,28 @@ class _Placing:
         return max(measured, default=1.0) / min(measured, default=1.0)
 
     def _want_activation(self, node: ir.Node, index: int, name: str, why: str) -> None:
-        self._want(node, index, "activation", FORMATS[name].activation, None, why)
+        dtype = FORMATS[name].activation
+        if name == "int8" and self.target.asymmetric:
+            dtype = "uint8"
+        self._want(node, index, "activation", dtype, None, why)
+
+    def _reads_int8(self, node: ir.Node) -> bool:
+        """Whether an activation that the node reads is quantised for it."""
+        reader = first_output(node)
+        slots = [slot for (_, dtype, _), slot in self.slots.items() if dtype in ("int8", "uint8")]
+        return any(slot.role == "activation" and reader in dict(slot.readers) for slot in slots)
+
+    def _output(self, node: ir.Node) -> None:
+        """Quantises what the node computes, behind an activation function, for all that read it."""
+        value = node.outputs[0]
+        uses = list(value.uses())
+        if len(uses) == 1 and uses[0].node.op_type in FUSED and not value.is_graph_output():
+            value = uses[0].node.outputs[0]
+        for use in list(value.uses()):
+            free = use.node.graph is self.graph and use.node not in self.skipped and not self._stays_float(use.node)
+            slot = next((s for (v, dtype, _), s in self.slots.items() if v is value and dtype == "uint8"), None)
+            if free and (slot is None or (first_output(use.node), use.idx) not in slot.readers):
+                self._want_activation(use.node, use.idx, "int8", f"output of {node.op_type}")
 
     def _want(
         self, node: ir.Node, index: int, role: Role, dtype: str, axis: int | None, why: str, block: int = 0

@@ -78,7 +78,11 @@ def choose(
     bounds = qdq.bounds(to_ir(model).graph)
     candidates = range_candidates.candidates(activations, histograms, bounds, percentile=percentile)
     stored = qdq.apply(model, qdq.plan(model, weights, histograms, "minmax"))
-    errors = range_trials.measure(model, stored, activations, candidates, feeds)
+    ends: dict[str, tuple[float, float]] = {}
+    for item in activations:
+        group = [histograms[name] for name in range_candidates.group_of(item)]
+        ends[item.name] = min(h.low for h in group), max(h.high for h in group)
+    errors = range_trials.measure(model, stored, activations, candidates, feeds, ends)
     best = range_candidates.choose(activations, candidates, errors)
     layer_db = range_candidates.layer_sqnr(best, errors)
     floated = {layer: db for layer, db in layer_db.items() if db < FLOOR_DB and layer not in rules.forced}
@@ -109,7 +113,11 @@ def shifts(
     weights = QuantPlan(values=tuple(v for v in integers if v.role == "weight"), kept=())
     candidates = {v.name: {"plan": v.amax} for v in activations}
     stored = qdq.apply(model, weights, rounded)
-    errors = range_trials.measure(model, stored, activations, candidates, feeds)
+    ends: dict[str, tuple[float, float]] = {}
+    for item in activations:
+        if item.dtype == "uint8" and isinstance(item.zero_point, int):
+            ends[item.name] = -item.zero_point * item.scales[0], (255 - item.zero_point) * item.scales[0]
+    errors = range_trials.measure(model, stored, activations, candidates, feeds, ends)
     corrections: dict[str, npt.NDArray[np.float64]] = {}
     for (_, _, layer), error in errors.items():
         if error.shift.size and math.isfinite(error.relative):

@@ -21,7 +21,7 @@ from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.plan import Wanted
 from layerline.calib.range_candidates import Candidates, Error
-from layerline.calib.scales import scale_of
+from layerline.calib.scales import numpy_dtype, steps_of
 from layerline.graph.analysis.proto_queries import in_order
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.io.ir_convert import to_ir
@@ -44,7 +44,12 @@ class _Case:
 
 
 def measure(
-    model: Light, stored: Light, wanted: Sequence[Wanted], candidates: Candidates, feeds: Iterable[Feed]
+    model: Light,
+    stored: Light,
+    wanted: Sequence[Wanted],
+    candidates: Candidates,
+    feeds: Iterable[Feed],
+    ends: Mapping[str, tuple[float, float]] | None = None,
 ) -> dict[tuple[str, str, str], Error]:
     """The error of every layer with every candidate, over all feeds.
 
@@ -54,19 +59,23 @@ def measure(
         wanted: the activations, with their readers.
         candidates: thresholds by value and by the candidate's name.
         feeds: arrays by input name.
+        ends: least and greatest number of each value; only uint8 needs them.
 
     Returns:
         By value, candidate and layer (its first output). Layers that only pass values on (Concat) are left out.
     """
-    trial, cases = _build(model, stored, wanted, candidates)
-    if not cases:
+    trial = _Trial(model, stored)
+    for item in wanted:
+        for name, threshold in candidates[item.name].items():
+            trial.add(item, name, threshold, (ends or {}).get(item.name, (-threshold, threshold)))
+    if not trial.cases:
         return {}
-    session = OnnxRuntime(few_runs=True).open(trial)
+    session = OnnxRuntime(few_runs=True).open(trial.model())
     totals: dict[str, npt.NDArray[np.float64]] = {}
     for feed in feeds:
         for name, array in session.run(feed).items():
             totals[name] = totals.get(name, np.zeros(())) + array.astype(np.float64)
-    return {(c.value, c.candidate, c.layer): _error(c, totals) for c in cases}
+    return {(c.value, c.candidate, c.layer): _error(c, totals) for c in trial.cases}
 
 
 def _error(case: _Case, totals: Mapping[str, npt.NDArray[np.float64]]) -> Error:
@@ -75,14 +84,6 @@ def _error(case: _Case, totals: Mapping[str, npt.NDArray[np.float64]]) -> Error:
         return Error(signal=signal, error=error)
     sums, count = totals[f"{case.tag}//sums"], float(totals[f"{_PREFIX}{case.layer}//count"]) / case.channels
     return Error(signal=signal, error=error, shift=sums / max(count, 1.0), count=count)
-
-
-def _build(model: Light, stored: Light, wanted: Sequence[Wanted], candidates: Candidates) -> tuple[Light, list[_Case]]:
-    trial = _Trial(model, stored)
-    for item in wanted:
-        for name, threshold in candidates[item.name].items():
-            trial.add(item, name, threshold)
-    return trial.model(), trial.cases
 
 
 class _Trial:
@@ -97,7 +98,6 @@ class _Trial:
         self._others: list[onnx.NodeProto] = []
         self._outputs: list[str] = []
         self._tensors = [
-            numpy_helper.from_array(np.zeros((), np.int8), f"{_PREFIX}zero"),
             numpy_helper.from_array(np.array([0, 0, -1], np.int64), _SPATIAL),
             numpy_helper.from_array(np.array([0, 2], np.int64), _ROWS),
             numpy_helper.from_array(np.array([0], np.int64), _FLAT),
@@ -112,19 +112,22 @@ class _Trial:
                 self._channels[node.outputs[0].name] = _channels(node)
         self._measured_layers = set[str]()
 
-    def add(self, item: Wanted, name: str, threshold: float) -> None:
+    def add(self, item: Wanted, name: str, threshold: float, ends: tuple[float, float]) -> None:
         """Adds one candidate of one value, at every layer that reads it."""
         readers: dict[str, list[int]] = {}
         for layer, index in item.readers:
-            if self._layers[layer].op_type != "Concat":
+            node = self._layers[layer]
+            if node.op_type != "Concat" and len(node.output) == 1:
                 readers.setdefault(layer, []).append(index)
         if not readers:
             return
         tag, dtype = f"{_PREFIX}{item.name}/{name}", self._types[item.name]
         assert dtype is not None
-        scale = np.asarray(scale_of(threshold), dtype.numpy())
-        self._tensors.append(numpy_helper.from_array(scale.reshape(()), f"{tag}//scale"))
-        scales = [f"{tag}//scale", f"{_PREFIX}zero"]
+        scale, zero_point = steps_of(threshold, item.dtype, *ends)
+        self._tensors.append(numpy_helper.from_array(scale.astype(dtype.numpy()).reshape(()), f"{tag}//scale"))
+        zero = np.array(zero_point, numpy_dtype(item.dtype))
+        self._tensors.append(numpy_helper.from_array(zero, f"{tag}//zero"))
+        scales = [f"{tag}//scale", f"{tag}//zero"]
         self._others.append(helper.make_node("QuantizeLinear", [item.name, *scales], [f"{tag}//q"]))
         self._others.append(helper.make_node("DequantizeLinear", [f"{tag}//q", *scales], [f"{tag}//dq"]))
         for layer, places in readers.items():

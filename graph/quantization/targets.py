@@ -65,12 +65,21 @@ class Target:
 
     Attributes:
         formats: by operator, the formats that it takes. Operators that are missing stay float.
+        asymmetric: activations of int8 layers are uint8 with a zero point.
+        integer_bias: biases of int8 Conv and Gemm are int32, in steps of the input's scale times the weight's.
         concat_shares: inputs and output of a Concat have one scale.
+        add_inputs: inputs of a residual Add that are quantised: 1, the skip input, for an Add that fuses into the Conv
+            before it; 2 for one with a kernel of its own.
+        outputs: operators whose output is quantised too, behind an activation function, for a kernel to write it.
         reasons: by operator without a format, why it stays float.
     """
 
     formats: Mapping[str, tuple[str, ...]]
+    asymmetric: bool = False
+    integer_bias: bool = False
     concat_shares: bool = True
+    add_inputs: int = 1
+    outputs: tuple[str, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -80,6 +89,7 @@ OPS = (*WEIGHTED, "Add", "Concat", *POOLS)
 """Operators that have a rule for some format and target."""
 
 _EIGHT_BITS = ("int8", "fp8")
+_REASONS = {**dict.fromkeys(("LSTM", "GRU", "RNN"), _RECURRENT), "Gather": _LOOKUP}
 TARGETS: Mapping[str, Target] = {
     "tensorrt": Target(
         formats={
@@ -87,6 +97,26 @@ TARGETS: Mapping[str, Target] = {
             **dict.fromkeys(("Gemm", "MatMul"), tuple(FORMATS)),
             **dict.fromkeys(POOLS, ("int8",)),
         },
-        reasons={**dict.fromkeys(("LSTM", "GRU", "RNN"), _RECURRENT), "Gather": _LOOKUP},
+        reasons=_REASONS,
+    ),
+    "onnxruntime": Target(
+        formats={
+            **dict.fromkeys(("Conv", "Add", "Concat", *POOLS), ("int8",)),
+            **dict.fromkeys(("Gemm", "MatMul"), ("int8", "int4")),
+        },
+        asymmetric=True,
+        integer_bias=True,
+        concat_shares=False,
+        add_inputs=2,
+        outputs=("Conv", "Add", *POOLS),
+        reasons=_REASONS,
+    ),
+    "openvino": Target(
+        formats={
+            **dict.fromkeys(("Conv", "ConvTranspose", "Add", "Concat", *POOLS), ("int8",)),
+            **dict.fromkeys(("Gemm", "MatMul"), ("int8", "int4")),
+        },
+        asymmetric=True,
+        reasons=_REASONS,
     ),
 }

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from layerline.export.signature import Value
 from layerline.graph.io import onnx_files
@@ -53,3 +54,21 @@ def test_weights_in_blocks_need_no_samples(work, mode, task):  # noqa: F811
     assert report.metrics["bytes_after"] < 0.4 * report.metrics["bytes_before"]
     rest = Quantize(mode=mode, rest="fp16").run(made)
     assert rest.passed and rest.metrics["fp16_nodes"] > 0
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_a_target_of_its_own_rules_passes_the_gates(work, target):  # noqa: F811
+    made = work(CALIB + LABELLED)
+    report = Quantize(target=target, bias_correction=True).run(made)
+    assert report.passed, report.gates
+    assert report.metrics["int8_products"] == "3 of 3" and report.metrics["output_sqnr_db"] > 20
+    assert {row["type"] for row in report.tables["quantized"]} == {"uint8", "int8"}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"mode": "fp8", "target": "openvino"}, {"mode": "qat", "target": "openvino"},
+               {"target": "onnxruntime", "layers": {"head": "nvfp4"}}],
+)  # fmt: skip
+def test_formats_that_a_target_lacks_are_refused(fields):
+    with pytest.raises(ValidationError, match="expected"):
+        Quantize(**fields)
