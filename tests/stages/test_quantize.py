@@ -521,7 +521,7 @@ def test_none_passes_the_model_on(work):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"mode": "int4"},
+        {"mode": "int3"},
         {"calibrator": "max"},
         {"percentile": 0},
         {"percentile": 101},
