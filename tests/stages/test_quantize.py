@@ -647,7 +647,7 @@ def test_layers_in_half_modes_stay_single_and_unknown_ones_are_refused(work):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"layers": {"a": "int4"}},
+        {"layers": {"a": "int3"}},
         {"layers": {"a": "fp16", "c": "bf16"}},
         {"layers": {"a": "fp16"}, "rest": "bf16"},
         {"layers": {"a": "int8"}, "mode": "fp16"},
