@@ -58,14 +58,14 @@ def test_with_line_and_field(stage: str, text: str, told: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "meant"),
     [
-        ("train.lr=1", "train.optimizer.lr or train.swa.lr"),
+        ("train.lr=1", "quantize.qat.lr or train.optimizer.lr or train.swa.lr"),
         ("train.max_norm=1", "train.clip.max_norm or train.optimizer.grad_clip.max_norm"),
         ("train.calibrator=mse", "quantize.calibrator"),
         ("calibrator=mse", "quantize.calibrator"),
         ("calibratr=mse", "quantize.calibrator"),
-        ("quantize.lr=1", "train.optimizer.lr or train.swa.lr"),
+        ("quantize.lr=1", "quantize.qat.lr"),
         ("optimizer.lr=1", "train.optimizer"),
-        ("ema_decay=1", "train.training.ema_decay"),
+        ("ema_decay=1", "quantize.qat.ema_decay or train.training.ema_decay"),
         ("profiles=[]", "engine.profiles"),
     ],
 )
