@@ -1,1 +1,1 @@
-"""What comes from outside, bounded and checked: text, numbers, arrays, data files, batches, metrics."""
+"""What comes from outside, bounded and checked: text, numbers, arrays, batches, metrics."""
