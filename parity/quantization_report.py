@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from layerline.backends.base import Feed
@@ -81,7 +82,7 @@ def runs_on_onnxruntime(converted: Converted) -> bool:
 
 
 def with_default_session(
-    report: Report, converted: Converted, path: Path, probes: Sequence[Feed], samples: Sequence[Feed]
+    report: Report, converted: Converted, path: Path, probes: Sequence[Feed], samples: Callable[[], Iterable[Feed]]
 ) -> Report:
     """Adds what a default onnxruntime session makes of the artifact.
 
@@ -90,7 +91,7 @@ def with_default_session(
 
     Args:
         path: the artifact's ONNX file.
-        samples: of the task's data, beside the probes.
+        samples: gives samples of the task's data, which are read beside the probes where a difference is judged.
     """
     if any(value.dtype == "float8e4m3fn" for value in converted.plan.values):
         note = (
@@ -103,13 +104,13 @@ def with_default_session(
     allowed = {r.name: max(0.01, 2 * (r.rel_l2 or 0.0)) for r in report.records if r.name in outputs}
     gates, notes = default_session.check(path, probes, allowed=allowed)
     if gates:
-        gates, more = _judged_by_float(gates, converted, path, [*probes, *samples])
+        gates, more = _judged_by_float(gates, converted, path, itertools.chain(probes, samples()))
         notes += more
     return dataclasses.replace(report, gates=(*report.gates, *gates), notes=(*report.notes, *notes))
 
 
 def _judged_by_float(
-    gates: list[Gate], converted: Converted, path: Path, feeds: Sequence[Feed]
+    gates: list[Gate], converted: Converted, path: Path, feeds: Iterable[Feed]
 ) -> tuple[list[Gate], list[str]]:
     """No gate and a note where the session is as near to the float model as the graph run as it is written."""
     reference = OnnxRuntime(few_runs=True).open(converted.reference)
@@ -117,9 +118,11 @@ def _judged_by_float(
     random = drawn(converted.reference.model)
     by_default: dict[str, Distance] = {}
     as_written: dict[str, Distance] = {}
+    count = 0
     try:
         default = OnnxRuntime(defaults=True).open(path)
         for feed in feeds:
+            count += 1
             exact, other, right = reference.run(feed), default.run(feed), written.run(feed)
             for name in exact.keys() - random:
                 by_default[name] = by_default.get(name, Distance()) + diff_arrays(exact[name], other[name])
@@ -133,7 +136,7 @@ def _judged_by_float(
             return gates, []
         if not worst or distance.rel_l2 > by_default[worst].rel_l2:
             worst = name
-    near = f"over {len(feeds)} feeds {worst} has {by_default[worst].sqnr_db:.1f} dB in it"
+    near = f"over {count} feeds {worst} has {by_default[worst].sqnr_db:.1f} dB in it"
     seen = f"a default onnxruntime session rounds otherwise in places: {gates[0].seen}"
     return [], [f"{seen}; {near}, and {as_written[worst].sqnr_db:.1f} dB as the graph is written, both against float"]
 

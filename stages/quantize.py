@@ -82,8 +82,8 @@ class Quantize(Stage):
     repairs: tuple[Literal["equalize", "smooth", "adaround"], ...] = ()
     """In modes that quantise, what is tried before any training to lose less, for int8 layers; each stays where the
     outputs gain by it. equalize: channels that share a scale are evened out between layers with at most a Relu in
-    between, exactly in float. smooth: the same behind normalisations (SmoothQuant). adaround: ranges of weights, and
-    whether each is rounded up or down, by the error of their layer's output."""
+    between; in float that changes roundings alone. smooth: the same behind normalisations (SmoothQuant). adaround:
+    ranges of weights, and whether each is rounded up or down, by the error of their layer's output."""
     attention: bool = False
     """Also quantise matrix products of two activations."""
     ops: tuple[str, ...] | None = None
@@ -275,7 +275,7 @@ class Quantize(Stage):
         if self.mode != "none":
             if quantization_report.runs_on_onnxruntime(converted):
                 path = work.out / onnx_files.FILE
-                samples = output_sqnr.samples(data, [])
+                samples = data.calibration_feeds
                 report = quantization_report.with_default_session(report, converted, path, probes, samples)
             bounds = None if accuracy.metrics else self._bounds()
             report = quantization_report.with_outputs(report, converted, data, probes, signature, bounds=bounds)

@@ -15,7 +15,7 @@ from layerline.pipeline.errors import TaskError
 from layerline.pipeline.stage import Work
 
 MOST_FEEDS = 128
-"""Samples that the rounding of weights is chosen on."""
+"""Samples that the rounding of weights is chosen on, and that a default session is judged on."""
 
 
 class CalibrationData:
@@ -71,9 +71,10 @@ class CalibrationData:
         return self._samples(hook, "calibration", self._limit), notes
 
     def calibration_feeds(self) -> Iterator[Feed]:
-        """Up to MOST_FEEDS of the calibration samples, as they are fed."""
+        """Up to MOST_FEEDS of the calibration samples, as they are fed; none where the task has no hook for them."""
         hook = self.hook()
-        assert hook is not None
+        if hook is None:
+            return
         for batch in self._samples(hook, "calibration", min(self._limit, MOST_FEEDS)):
             yield batch.feed
 

