@@ -112,7 +112,7 @@ class Search:
         judge: evaluates a model on the budget.
         float_format: what stays float: "fp32", or a half type.
         half_type: the half type that is tried for what stays float32; "" for none.
-        said: called with a sentence for each evaluation.
+        log: called with one line for each evaluation.
     """
 
     start: Repaired
@@ -120,7 +120,7 @@ class Search:
     judge: Judge
     float_format: str
     half_type: str
-    said: Callable[[str], None]
+    log: Callable[[str], None]
     _verdicts: dict[frozenset[str], Verdict] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)
 
@@ -170,7 +170,7 @@ class Search:
     def _evaluate(self, converted: Converted, kept: frozenset[str], what: str) -> Verdict:
         verdict = self.judge(converted)
         self._evaluations += 1
-        self.said(f"{what}: {verdict.seen}")
+        self.log(f"{what}: {verdict.seen}")
         best = self._best
         # Of assignments that hold the last one counts: the search goes from more expensive ones to cheaper ones.
         if verdict.passed or (not best[0].passed and verdict.lack < best[0].lack):

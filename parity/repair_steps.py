@@ -1,4 +1,4 @@
-"""Repairs of a quantised model one after another, each judged by what it gains, and the table of them."""
+"""Tries the repairs of a quantised model one after another, and keeps those that improve it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from layerline.graph.quantization import measured_plan
 from layerline.graph.quantization.convert import Calibrated, Converted
-from layerline.graph.quantization.repairs import Repair, Workshop
+from layerline.graph.quantization.repairs import Repair, Repairer
 from layerline.parity.search_judge import Judge, Verdict
 from layerline.pipeline.report import Report, Scalar
 
 LEAST_GAIN_DB = 0.1
-"""What the outputs must gain on calibration samples at least, for a repair to be judged."""
+"""Least gain of the worst output on calibration samples for which the judge is asked. A smaller gain is
+not worth a verdict, which evaluates the whole data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +23,10 @@ class Repaired:
 
     Attributes:
         calibrated: with the repairs that gained.
-        converted: made from it.
-        verdict: on that.
+        converted: the quantised model made from it.
+        verdict: the judge's verdict on `converted`.
         evaluations: how many models were judged.
-        rows: the table, a row for each repair that was tried.
+        rows: one row of the report's table `repairs` for each repair that was tried.
     """
 
     calibrated: Calibrated
@@ -35,7 +36,7 @@ class Repaired:
     rows: Sequence[Mapping[str, Scalar]]
 
     def added_to(self, report: Report) -> Report:
-        """The report with the table."""
+        """The report with the table `repairs`."""
         return dataclasses.replace(report, tables={"repairs": self.rows, **report.tables})
 
 
@@ -43,34 +44,34 @@ def run(
     calibrated: Calibrated,
     names: Sequence[Repair],
     *,
-    workshop: Workshop,
+    repairer: Repairer,
     finish: Callable[[Calibrated], tuple[Calibrated, Converted]],
     judge: Judge,
     stop: bool,
-    said: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Repaired:
-    """Makes those repairs that gain: the outputs on calibration samples, and the judge finds the model no worse.
+    """Keeps a repair if the outputs gain on calibration samples and the judge finds the model no worse.
 
     Args:
-        calibrated: without corrected biases, which every repair changes.
-        names: what is tried, in this order.
-        workshop: tries them.
-        finish: corrects biases, where that is wanted, and makes the model.
-        judge: by the task's metric, else by the outputs on samples.
-        stop: end as soon as the judge passes a model.
-        said: called with a sentence for each repair.
+        calibrated: without bias correction, which has to follow the last repair.
+        names: the repairs to try, in this order.
+        repairer: applies them.
+        finish: corrects biases, if that is configured, and makes the quantised model.
+        judge: judges by the task's metric, or without one by the outputs on samples.
+        stop: whether to end as soon as the judge passes a model.
+        log: called with one line for each repair.
     """
     outputs = measured_plan.Judge(calibrated.model, calibrated.feeds)
     finished, converted = finish(calibrated)
     verdict = judge(converted)
-    said(f"all layers quantised: {verdict.seen}")
+    log(f"all layers quantised: {verdict.seen}")
     before = outputs.least_db(converted.measured)
     evaluations = 1
     rows: list[Mapping[str, Scalar]] = []
     for name in names:
         if stop and verdict.passed:
             break
-        repaired, changed = workshop.repaired(name, calibrated)
+        repaired, changed = repairer.apply(name, calibrated)
         row: dict[str, Scalar] = {"repair": name, "changed": changed, "outcome": "nothing to change"}
         rows.append(row)
         if not changed:
@@ -86,5 +87,5 @@ def run(
                 row["outcome"] = "kept"
                 calibrated, finished, converted = repaired, new_finished, new_converted
                 verdict, before = new_verdict, after
-        said(f"{name}: {row['outcome']}; {row.get('judged', '')}".rstrip("; "))
+        log(f"{name}: {row['outcome']}; {row.get('judged', '')}".rstrip("; "))
     return Repaired(calibrated=finished, converted=converted, verdict=verdict, evaluations=evaluations, rows=rows)

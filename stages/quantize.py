@@ -323,11 +323,11 @@ class Quantize(Stage):
         repaired = repair_steps.run(
             calibrated,
             repairs.in_order(names),
-            workshop=repairs.Workshop(lambda light: self._calibrated(light, data, formats), data.calibration_feeds),
+            repairer=repairs.Repairer(lambda light: self._calibrated(light, data, formats), data.calibration_feeds),
             finish=lambda each: self._finished(each, formats, data, probes),
             judge=judge,
             stop=self.search,
-            said=data.log.say,
+            log=data.log.say,
         )
         if self.mode == "qat":
             converted, complete = train(repaired.calibrated)
@@ -341,7 +341,7 @@ class Quantize(Stage):
             judge=judge,
             float_format=self.rest,
             half_type=half_type,
-            said=data.log.say,
+            log=data.log.say,
         )
         outcome = search.run()
         return outcome.converted, lambda report: outcome.added_to(report, model, self.layers)

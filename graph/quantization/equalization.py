@@ -1,9 +1,10 @@
-"""Evens out the channels of values that share one scale, in float; what the model computes changes by rounding alone.
+"""Scales channels of activations in the float model, so that channels that share one scale have similar ranges.
 
-A channel that is divided by a factor where it is made is multiplied with it by the weights that read it. Between two
-layers that is cross-layer equalisation (M. Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias
-Correction", ICCV 2019); behind a normalisation it is SmoothQuant (G. Xiao et al., ICML 2023). Both move the spread of
-the channels from activations to weights or back, until the noise that the two kinds of rounding add is least.
+The layer that computes a channel divides it by a factor, and the weights that read the channel are multiplied by the
+same factor, so the model's outputs change by rounding alone. Between two layers this is cross-layer equalisation
+(M. Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", ICCV 2019); behind a
+normalisation it is SmoothQuant (G. Xiao et al., ICML 2023). The factors are those with the least expected noise from
+rounding activations and weights together.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from layerline.pipeline.report import RESCALED
 
 Numbers = npt.NDArray[np.float64]
 MOST = 6
-"""Greatest exponent of a factor: a channel that calibration met at 1/64 of the others is taken to be no smaller."""
+"""Factors lie between 2^-6 and 2^6. A channel that was smaller than 1/64 of the others in calibration may just not have
+been used by these samples."""
 LEAST_GAIN = 0.8
-"""A group is changed where the expected noise falls to this part of it: by 1 dB."""
+"""A group is changed only if the expected noise power falls below this fraction of it, which is 1 dB."""
 _EXPONENTS = ((0.25, 0.0), (0.5, 0.0), (0.75, 0.0), (1.0, 0.0), (0.5, 0.5), (0.75, 0.25), (0.25, 0.75), (0.0, 1.0))
-"""Tried for a group: factors are (range of the activation's channel)^a / (range of the weights that read it)^b."""
+"""The pairs (a, b) that are tried for a group: a factor is (range
+of the activation's channel)^a / (range of the weights that read it)^b."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def equalize(model: Light, plan: QuantPlan, feeds: Sequence[Feed], *, norms: boo
     """
     work = to_ir(model)
     groups = _groups(work, norms)
-    # Floats of eight bits have fine steps for small channels, too.
+    # int8 alone: float8 has fine steps near 0, so small channels lose nothing there.
     items = {value.name: value for value in plan.values if value.dtype == "int8"}
     tapped: list[tuple[str, int, int]] = []
     for group in groups:
@@ -169,6 +172,7 @@ class _Term:
         signal = float((self.channels.power * self.squares).sum())
         if signal <= 0:
             return 0.0
+        # Rounding to steps of size s adds noise of power s² / 12, and a step is the range / LEVELS.
         return float(activations + weights) / (12 * LEVELS**2 * signal)
 
 
@@ -223,6 +227,7 @@ def _best(terms: Sequence[_Term]) -> Numbers | None:
         return None
     plain = sum(term.noise(np.ones_like(term.squares)) for term in terms)
     activation = np.max([_relative(term.channels.amax) for term in terms], axis=0)
+    # 1e-30 keeps outputs whose weights are all 0 from dividing by 0.
     weight_ranges = [term.greatest / (term.greatest.max(axis=1, keepdims=True) + 1e-30) for term in terms]
     weight = np.max([_relative(table.max(axis=0, initial=0.0)) for table in weight_ranges], axis=0)
     best, least = None, LEAST_GAIN * plain

@@ -15,25 +15,26 @@ from layerline.graph.quantization.measured_plan import Judge
 
 Repair: TypeAlias = Literal["equalize", "smooth", "adaround"]
 REPAIRS: tuple[Repair, ...] = ("equalize", "smooth", "adaround")
-"""In the order in which they are tried: scaled channels have other ranges, and ranges come before rounding."""
+"""In the order in which they are tried. Scaling changes the ranges of channels, and rounding needs the final ranges."""
 SAME_DB = 100.0
-"""The float model's outputs must keep this much where its channels are scaled: float32 has some 140 dB."""
+"""Least SQNR of the float model's outputs after scaling. Rounding in float32 alone leaves about 140 dB; less than 100
+dB means that a factor overflowed or that the scaled model computes something else."""
 
 
 @dataclass(frozen=True)
-class Workshop:
-    """Makes repairs.
+class Repairer:
+    """Applies single repairs to a calibrated model.
 
     Attributes:
-        calibrate: calibrates a float model anew.
-        samples: gives calibration samples, at each call from the first on.
+        calibrate: calibrates a float model again, after its channels were scaled.
+        samples: an iterator over the calibration samples; each call starts at the first one.
     """
 
     calibrate: Callable[[Light], Calibrated]
     samples: Callable[[], Iterable[Feed]]
 
-    def repaired(self, name: Repair, calibrated: Calibrated) -> tuple[Calibrated, str]:
-        """With one repair more, and what that changed, in words; empty where there is nothing to change."""
+    def apply(self, name: Repair, calibrated: Calibrated) -> tuple[Calibrated, str]:
+        """The model with one more repair, and a few words on what changed; "" if there was nothing to change."""
         repairs = (*calibrated.repairs, name)
         if name == "adaround":
             rounded = rounding.rounded(calibrated.model, calibrated.plan, self.samples)
@@ -43,12 +44,12 @@ class Workshop:
         equalized = equalization.equalize(calibrated.model, calibrated.plan, calibrated.feeds, norms=name == "smooth")
         if not equalized.groups:
             return calibrated, ""
-        same_db = Judge(calibrated.model, calibrated.feeds).least_db(equalized.model)
-        if same_db is not None and same_db < SAME_DB:
+        worst_db = Judge(calibrated.model, calibrated.feeds).least_db(equalized.model)
+        if worst_db is not None and worst_db < SAME_DB:
             return calibrated, ""
-        again = self.calibrate(equalized.model)
+        recalibrated = self.calibrate(equalized.model)
         scaled = calibrated.scaled | equalized.scaled
-        return dataclasses.replace(again, scaled=scaled, repairs=repairs), f"{equalized.groups} groups"
+        return dataclasses.replace(recalibrated, scaled=scaled, repairs=repairs), f"{equalized.groups} groups"
 
 
 def in_order(names: Sequence[str]) -> list[Repair]:

@@ -1,4 +1,4 @@
-"""Chooses where the range of a channel's weights ends and which of them are rounded up, by the error that this causes.
+"""Chooses the range of each output channel of a weight, and for each weight whether to round up or down.
 
 The objective of the rounding is that of AdaRound (M. Nagel et al., "Up or Down? Adaptive Rounding for Post-Training
 Quantization", ICML 2020): the mean square of (W' - W) x over what calibration feeds a layer, with each weight on one of
@@ -32,13 +32,14 @@ from layerline.graph.quantization.weight_sources import weight_of
 
 Numbers = npt.NDArray[np.float32]
 MOST_BYTES = 256 << 20
-"""Second moments that are collected in one pass over the samples; more layers take further passes."""
+"""Memory for the second moments of one pass over the samples. Layers beyond it take further passes."""
 MOST_ROWS, MOST_ELEMENTS = 2048, 4 << 20
-"""Positions of a batch that a layer's moments are taken from, and numbers in them."""
+"""Greatest number of rows (pixels or tokens) of one feed that a layer's moments use, and of elements in them. Both
+bound the time and memory that convolutions on large images take: their neighbouring windows are nearly alike."""
 SWEEPS = 8
-"""Most passes over the weights of a layer; few layers need more than four."""
+"""Greatest number of passes over the weights of a layer; few layers need more than four."""
 ENDS = np.linspace(1.0, 0.7, 31, dtype=np.float32)
-"""Ends of a channel's range that are tried, as parts of its greatest weight."""
+"""Candidates for the end of a channel's range, as fractions of its greatest weight."""
 
 
 @dataclass(frozen=True)
@@ -177,10 +178,10 @@ def _moments(model: Light, layers: list[_Layer], feeds: Iterable[Feed]) -> dict[
                 data = _through_int8(data, layer.activation)
             rows = _windows(layer, data)
             count, groups = rows.shape[:2]
-            # By group, so that no copy of all windows is made.
+            # One product for each group: an einsum over all groups would copy all windows.
             sums = np.stack([rows[:, group].T @ rows[:, group] for group in range(groups)])
-            before, already = moments.get(layer.weight.name, (np.zeros_like(sums), 0))
-            moments[layer.weight.name] = before + sums, already + count
+            previous_sums, previous_count = moments.get(layer.weight.name, (np.zeros_like(sums), 0))
+            moments[layer.weight.name] = previous_sums + sums, previous_count + count
     return moments
 
 
@@ -241,25 +242,28 @@ def _scales(layer: _Layer, moments: Numbers) -> Numbers:
 
 
 def _solved(layer: _Layer, scales: Numbers, moments: Numbers, count: int) -> Numbers:
-    """The weights on their steps, (groups, outputs, inputs): no change of a single one lessens the layer's error."""
+    """The rounded weights, (groups, outputs, inputs). No change of a single weight lowers the error of the layer."""
     rows = layer.rows.astype(np.float32)
     groups, outputs, inputs = rows.shape
     scale = np.broadcast_to(scales.reshape(-1, 1), (groups * outputs, 1)).reshape(groups, outputs, 1)
-    # Few rows say little about how inputs vary together: the less, the more a matrix is drawn towards its diagonal.
-    certain = count / (count + inputs)
-    second = moments / count * certain
+    # Shrinkage: with few rows the correlations of the inputs are estimated badly, so they are scaled towards 0. The
+    # diagonal (the power of each input) keeps its value.
+    shrinkage = count / (count + inputs)
+    second = moments / count * shrinkage
     diagonal = np.einsum("gkk->gk", moments) / count
     np.einsum("gkk->gk", second)[...] = diagonal
     exact = rows / scale
     low = np.clip(np.floor(exact), -LEVELS, LEVELS)
     high = np.clip(low + 1, -LEVELS, LEVELS)
     steps = np.clip(np.rint(exact), -LEVELS, LEVELS)
+    # Half of the gradient of the error by each weight, in steps; kept up to date with each change.
     pull = (steps - exact) @ second
     for _ in range(SWEEPS):
         changes = 0
         for k in range(inputs):
             move = low[:, :, k] + high[:, :, k] - 2 * steps[:, :, k]
             gain = move * (2 * pull[:, :, k] + move * second[:, None, k, k])
+            # Smaller gains are rounding of float32, and could move a weight back and forth.
             group, output = np.nonzero(gain < -1e-6 * second[:, None, k, k])
             if not len(group):
                 continue
