@@ -38,8 +38,8 @@ been used by these samples."""
 LEAST_GAIN = 0.8
 """A group is changed only if the expected noise power falls below this fraction of it, which is 1 dB."""
 _EXPONENTS = ((0.25, 0.0), (0.5, 0.0), (0.75, 0.0), (1.0, 0.0), (0.5, 0.5), (0.75, 0.25), (0.25, 0.75), (0.0, 1.0))
-"""The pairs (a, b) that are tried for a group: a factor is (range
-of the activation's channel)^a / (range of the weights that read it)^b."""
+"""The pairs (a, b) that are tried for a group: a factor is
+(range of the activation's channel)^a / (range of the weights that read it)^b."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where Q/DQ belongs: TensorRT's rules for explicit quantisation, applied to one graph.
+"""Where Q/DQ belongs in one graph, by the rules of a target (`targets.py`). TensorRT's rules are the default:
 
 - The inputs of layers with weights are quantised (Conv, ConvTranspose, Gemm, MatMul), never their outputs: the next
   layer's Q sits behind the activation, so that Conv + ReLU can fuse. Biases stay float.
