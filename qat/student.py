@@ -1,4 +1,4 @@
-"""The graph in torch behind the signature of the task's model, as loss() calls it."""
+"""Wraps the graph in torch so that loss() can call it like the task's model."""
 
 from __future__ import annotations
 
@@ -17,32 +17,31 @@ from layerline.qat.graph_module import GraphModule
 from layerline.training.data.batches import example_inputs
 from layerline.training.run import shipping
 
-Named = Callable[[tuple[Any, ...], dict[str, Any]], Mapping[str, Tensor]]
-Rebuilt = Callable[[Mapping[str, Tensor]], Any]
+ToFeed = Callable[[tuple[Any, ...], dict[str, Any]], Mapping[str, Tensor]]
+"""From the arguments of a call to the inputs of the graph by name."""
+ToResult = Callable[[Mapping[str, Tensor]], Any]
+"""From the outputs of the graph by name to what the model returns."""
 
 
 class Student(nn.Module):
-    """Takes and gives what the task's model takes and gives; computed by the graph.
+    """A module with the arguments and results of the task's model, computed by the graph."""
 
-    Args:
-        named: names the tensors among the arguments of a call.
-        rebuilt: puts outputs in the places of those of the model.
-    """
-
-    def __init__(self, graph: GraphModule, named: Named, rebuilt: Rebuilt) -> None:
+    def __init__(self, graph: GraphModule, to_feed: ToFeed, to_result: ToResult) -> None:
         super().__init__()
-        self.graph, self._named, self._rebuilt = graph, named, rebuilt
+        self.graph = graph
+        self._to_feed = to_feed
+        self._to_result = to_result
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of one call."""
-        return self._rebuilt(self.graph.compute(self._named(args, kwargs)))
+        return self._to_result(self.graph.compute(self._to_feed(args, kwargs)))
 
 
 def maker(task: Task, inputs: list[str], outputs: list[str]) -> Callable[[GraphModule], Student]:
-    """Puts graphs with these inputs and outputs behind the signature of the task's model().
+    """A function that wraps graphs with these inputs and outputs.
 
-    Without model(), or where its inputs are others, as for an imported file: inputs by position or name, and a tensor
-    or a tuple of them as the result.
+    The module has the signature and results of the task's model(). Without model(), or if the graph has other inputs or
+    outputs (an imported file), it takes the inputs by position or name and returns a tensor or a tuple of tensors.
 
     Raises:
         TaskError: model() does not run on its example.
@@ -51,40 +50,40 @@ def maker(task: Task, inputs: list[str], outputs: list[str]) -> Callable[[GraphM
         module = shipping.network(task)
         call = example_call.call(module, *example_inputs(task, forward=module.forward))
         if [*call.feed] == inputs and [*call.outputs] == outputs:
-            return lambda graph: _behind(inspect.signature(module.forward), graph, call.tensors, _tree(call))
+            return lambda graph: _wrap(inspect.signature(module.forward), graph, call.tensors, _to_result(call))
     names = [re.sub(r"\W|^(?=\d)", "_", name) for name in inputs]
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
     signature = inspect.Signature(parameters)
 
-    def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Tensor]:
+    def to_feed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Tensor]:
         bound = signature.bind(*args, **kwargs).arguments
         return {name: bound[key] for name, key in zip(inputs, names, strict=True)}
 
-    def rebuilt(results: Mapping[str, Tensor]) -> Any:
+    def to_result(results: Mapping[str, Tensor]) -> Any:
         tensors = tuple(results[name] for name in outputs)
         return tensors[0] if len(tensors) == 1 else tensors
 
-    return lambda graph: _behind(signature, graph, named, rebuilt)
+    return lambda graph: _wrap(signature, graph, to_feed, to_result)
 
 
-def _tree(call: example_call.Call) -> Rebuilt:
-    """Puts tensors in the places of those that the module returns for its example."""
+def _to_result(call: example_call.Call) -> ToResult:
+    """Returns the structure that the module returns for its example, with other tensors."""
     with torch.no_grad():
         leaves, spec = pytree.tree_flatten(call.pristine()(*call.args, **call.kwargs))
 
-    def rebuilt(results: Mapping[str, Tensor]) -> Any:
+    def to_result(results: Mapping[str, Tensor]) -> Any:
         tensors = iter(results[name] for name in call.outputs)
         return pytree.tree_unflatten([next(tensors) if isinstance(v, Tensor) else v for v in leaves], spec)
 
-    return rebuilt
+    return to_result
 
 
-def _behind(signature: inspect.Signature, graph: GraphModule, named: Named, rebuilt: Rebuilt) -> Student:
+def _wrap(signature: inspect.Signature, graph: GraphModule, to_feed: ToFeed, to_result: ToResult) -> Student:
     def forward(self: Student, *args: Any, **kwargs: Any) -> Any:
         return self.called(args, kwargs)
 
     # How a batch is spread over the arguments is read from the signature.
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = inspect.Signature([own, *signature.parameters.values()])  # type: ignore[attr-defined]
-    made: type[Student] = type("Student", (Student,), {"forward": forward})
-    return made(graph, named, rebuilt)
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = inspect.Signature([self_parameter, *signature.parameters.values()])  # type: ignore[attr-defined]
+    student_class: type[Student] = type("Student", (Student,), {"forward": forward})
+    return student_class(graph, to_feed, to_result)

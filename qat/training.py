@@ -37,17 +37,18 @@ from layerline.training.data.batches import Batches
 from layerline.training.run import hook_trial, train_loop
 from layerline.training.setup.capabilities import chosen_device
 
-CLOSE = 1e-3
-"""What an operator may differ by between torch and onnxruntime, as part of the greatest magnitude of its result."""
-LEAST = 1e-6
-"""What it may differ by in any case: onnxruntime's Sigmoid is that far off where it is near 0."""
+RTOL = 1e-3
+"""Greatest difference of an operator between torch and onnxruntime, relative to the greatest magnitude of its result.
+Sums in another order stay far below; a wrong attribute or axis is far above."""
+ATOL = 1e-6
+"""Absolute difference that passes in any case: onnxruntime's Sigmoid is that far off near 0."""
 SCALES = "graph.quantizers.*"
 """The names of learned scales among a student's parameters."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The calibrated graph with trained weights and scales, and what its report says of the training."""
+    """The calibrated graph with trained weights and scales, with gates, notes and metrics for the report."""
 
     calibrated: Calibrated
     gates: tuple[Gate, ...]
@@ -94,14 +95,15 @@ def try_loss(task: Task, graph: GraphModule, batch_size: int) -> None:
         TaskError: a hook is missing or failed.
         StageError: the graph does not take batches of this size.
     """
-    model, cpu = student.maker(task, graph.inputs, graph.outputs)(graph), torch.device("cpu")
+    model = student.maker(task, graph.inputs, graph.outputs)(graph)
     batches = Batches(task.call("train_data"), batch_size=batch_size, seed=None)
     with task.blaming("drawing a batch of train_data()"):
         batch = next(batches.forever())
-    train_loop.loss_of(task, model, Config(), cpu)(model, batch)
+    loss = train_loop.loss_of(task, model, Config(), torch.device("cpu"))
+    loss(model, batch)
 
 
-def look_at(look: Inspection, options: QatOptions) -> None:
+def try_hooks(look: Inspection, options: QatOptions) -> None:
     """Tries the hooks of the training on two samples of the float model, where no earlier stage has tried them."""
     if any(finding.item == "loss()" for finding in look.findings):
         return
@@ -125,15 +127,15 @@ def look_at(look: Inspection, options: QatOptions) -> None:
 def train(work: Work, calibrated: Calibrated, options: QatOptions, probes: Sequence[Feed]) -> Trained:
     """Trains on the task's train_data() and loss(), from the weights and the plan of a calibration.
 
-    A training that was interrupted goes on from its last checkpoint.
+    Resumes an interrupted training from its last checkpoint.
 
     Raises:
         TaskError: a hook failed, or loss() uses more of the model than calling it.
         StageError: the loss stopped being finite.
     """
     graph = GraphModule(calibrated.model, calibrated.plan, learned=options.learned_scales)
-    behind = student.maker(work.task, graph.inputs, graph.outputs)
-    teacher = behind(GraphModule(calibrated.model)) if options.distill else None
+    make_student = student.maker(work.task, graph.inputs, graph.outputs)
+    teacher = make_student(GraphModule(calibrated.model)) if options.distill else None
     with train_loop.deterministic(), memory_told():
         run = train_loop.prepare(
             work.task,
@@ -143,7 +145,7 @@ def train(work: Work, calibrated: Calibrated, options: QatOptions, probes: Seque
             batch_size=options.batch_size,
             seed=options.seed,
             device=torch.device(chosen_device(options.device, "quantize.qat.device")),
-            model=behind(graph),
+            model=make_student(graph),
             teacher=teacher,
         )
         run.loss = _freezing(run.loss, graph, run, round(options.freeze_after * run.total))
@@ -163,47 +165,51 @@ def train(work: Work, calibrated: Calibrated, options: QatOptions, probes: Seque
 
 
 def worst(graph: GraphModule, model: Light, probes: Sequence[Feed], steps: Mapping[str, float]) -> tuple[str, float]:
-    """The value in which torch and onnxruntime differ most, and how many times more than they may.
+    """The value in which torch and onnxruntime differ most, and the difference as a multiple of its tolerance.
 
-    Each operator is computed in torch from what onnxruntime computed before it: an element half-way between two steps,
-    which falls on either side, counts once and not in all that follows.
+    Each operator in torch gets the inputs that onnxruntime computed. So an element half-way between two steps, which
+    may round to either side, counts at one operator and not at all that follow.
 
     Args:
         model: what onnxruntime runs; it has the graph's values under their names.
-        steps: what a quantised value may differ by, by name; the others may by `CLOSE`.
+        steps: the tolerance of each quantised value by name; the others have `RTOL` and `ATOL`.
     """
     names = [name for step in graph.steps for name in step.outputs if name]
     session = OnnxRuntime(few_runs=True).open(model, [n for n in names if n not in graph.outputs])
-    furthest = ("", 0.0)
+    largest = ("", 0.0)
 
-    def watch(name: str, mine: Tensor) -> Tensor:
-        nonlocal furthest
-        if name not in theirs:
-            return mine
-        other = torch.as_tensor(theirs[name])
-        ratio = _distance(mine, other, steps.get(name))
-        if ratio > furthest[1]:
-            furthest = (name, ratio)
-        return other
+    def watch(name: str, in_torch: Tensor) -> Tensor:
+        nonlocal largest
+        if name not in by_onnxruntime:
+            return in_torch
+        expected = torch.as_tensor(by_onnxruntime[name])
+        ratio = _distance(in_torch, expected, steps.get(name))
+        if ratio > largest[1]:
+            largest = (name, ratio)
+        return expected
 
     for feed in probes:
-        theirs = session.run(feed)
+        by_onnxruntime = session.run(feed)
         with torch.no_grad():
             graph.compute({name: torch.as_tensor(feed[name]) for name in graph.inputs}, watch)
-    return furthest
+    return largest
 
 
-def _distance(mine: Tensor, other: Tensor, step: float | None) -> float:
-    """The greatest difference of two tensors in units of what is allowed."""
-    if mine.shape != other.shape:
+def _distance(actual: Tensor, expected: Tensor, step: float | None) -> float:
+    """The greatest difference of two tensors, as a multiple of the tolerance: one step, or `RTOL` and `ATOL`."""
+    if actual.shape != expected.shape:
         return float("inf")
-    same = (mine == other) | (mine.isnan() & other.isnan())
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
     if bool(same.all()):
         return 0.0
-    size = other[other.isfinite()].abs().amax() if bool(other.isfinite().any()) else torch.zeros(())
-    allowed = CLOSE * float(size) + LEAST if step is None else step
-    difference = torch.where(same, 0.0, (mine.double() - other.double()).abs()).amax()
-    return float(difference) / allowed if bool(difference.isfinite()) else float("inf")
+    difference = torch.where(same, 0.0, (actual.double() - expected.double()).abs()).amax()
+    if not bool(difference.isfinite()):
+        return float("inf")
+    if step is not None:
+        return float(difference) / step
+    finite = expected[expected.isfinite()].abs()
+    magnitude = float(finite.amax()) if finite.numel() else 0.0
+    return float(difference) / (RTOL * magnitude + ATOL)
 
 
 def _equal(graph: GraphModule, result: Calibrated, probes: Sequence[Feed]) -> Gate:

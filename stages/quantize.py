@@ -232,7 +232,7 @@ class Quantize(Stage):
         from layerline.qat import training
 
         with look.item("quantize.qat"):
-            training.look_at(look, self._training)
+            training.try_hooks(look, self._training)
 
     def run(self, work: Work) -> Report:
         from layerline.export import probe_files
