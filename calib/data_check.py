@@ -21,7 +21,7 @@ Predict = Callable[[Mapping[str, Array]], Sequence[Array]]
 """Outputs of the model, in order, for one feed."""
 
 
-def look_at_calibration(look: Inspection, inputs: Sequence[Input], hooks: Sequence[str], requested: int | None) -> None:
+def check_calibration(look: Inspection, inputs: Sequence[Input], hooks: Sequence[str], requested: int | None) -> None:
     """Reads two samples of the first of `hooks` that the task has; pipe.yaml asks for `requested` samples."""
     hook = next((hook for hook in hooks if look.task.has(hook)), None)
     if hook is None:
@@ -42,7 +42,7 @@ def look_at_calibration(look: Inspection, inputs: Sequence[Input], hooks: Sequen
             look.warn("quantize.samples", what, "all of them will be used")
 
 
-def look_at_metric(look: Inspection, inputs: Sequence[Input], run: Predict, max_drop: MaxDrop | None) -> None:
+def check_metric(look: Inspection, inputs: Sequence[Input], run: Predict, max_drop: MaxDrop | None) -> None:
     """Calls the metric on the untrained model's outputs for the first samples of eval_data()."""
     if not look.task.has("eval_data"):
         if max_drop is not None:

@@ -70,7 +70,7 @@ def check(project: Project) -> Checked:
     with _as_before():
         if uses_task:
             with look.item(project.task):
-                _look_at_names(look)
+                _check_names(look)
         if not look.findings or look.findings[-1].state != "error":
             for stage in project.stages:
                 look.stage = stage.name
@@ -82,7 +82,7 @@ def check(project: Project) -> Checked:
                     with look.item(stage.name):
                         stage.check(look)
             look.stage = ""
-        _look_at_disk(look)
+        _check_disk(look)
         look.shared.clear()
         findings = tuple(look.findings)
         del look
@@ -127,7 +127,7 @@ def remember(project: Project, key: str) -> None:
     write_own(project.state / "cache" / _PASSED, json.dumps({"digest": key}), project.state, durable=False)
 
 
-def _look_at_names(look: Inspection) -> None:
+def _check_names(look: Inspection) -> None:
     """Names at the top of the task file: hooks that are there, and those that are nearly called like one."""
     path = look.task.path
     defined = {hook: look.task.get_raw(hook) for hook in HOOKS if look.task.has(hook)}
@@ -172,7 +172,7 @@ def near_misses(code: str) -> Iterator[tuple[int, str, str]]:
             yield line, name, hook
 
 
-def _look_at_disk(look: Inspection) -> None:
+def _check_disk(look: Inspection) -> None:
     """Room for checkpoints (weights, average, moments, two of them) and for the models made of them."""
     needed = max(ROOM, 12 * int(look.shared.get("model_bytes", 0)))
     with look.item("disk"):

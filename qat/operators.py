@@ -327,8 +327,10 @@ def _slice(x: Tensor, starts: Tensor, ends: Tensor, *rest: Tensor | None) -> Ten
 
 def _split(attrs: Attrs, x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, ...]:
     axis = attrs.get("axis", 0)
-    given = _ints(attrs.get("split") if sizes is None else sizes)
-    return torch.split(x, given or -(-x.shape[axis] // attrs[OUTPUTS]), axis)
+    lengths = _ints(attrs.get("split") if sizes is None else sizes)
+    # Without lengths the parts are equal, and the last one is what is left.
+    equal_length = -(-x.shape[axis] // attrs[OUTPUTS])
+    return torch.split(x, lengths or equal_length, axis)
 
 
 def _pad(attrs: Attrs, x: Tensor, pads: Tensor, value: Tensor | None = None, axes: Tensor | None = None) -> Tensor:

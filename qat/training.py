@@ -113,7 +113,7 @@ def try_hooks(look: Inspection, options: QatOptions) -> None:
         return
     # The float model has no scales, and is its own teacher.
     plain = options.model_copy(update={"learned_scales": False, "distill": 0.0})
-    hook_trial.look_at_training(
+    hook_trial.try_training_hooks(
         look,
         _config(plain),
         steps=options.steps,

@@ -37,7 +37,7 @@ class Ema(Stage):
     def check(self, look: Inspection) -> None:
         from layerline.training.run import hook_trial
 
-        hook_trial.look_at_example(look)
+        hook_trial.try_example(look)
 
     def session(self, folder: Path, task: Task) -> Session:
         """The module with the weights that ship, ready to run."""

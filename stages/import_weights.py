@@ -55,7 +55,7 @@ class ImportWeights(Stage):
         from layerline.training.run import hook_trial
         from layerline.training.state import foreign_files, state_dict_match
 
-        hook_trial.look_at_example(look)
+        hook_trial.try_example(look)
         with look.item("import-weights.file"):
             tree, _ = foreign_files.read(look.root / self.file, trust=self.trust)
             network = look.need("network")

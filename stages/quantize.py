@@ -194,8 +194,8 @@ class Quantize(Stage):
             inputs = look.need("signature").inputs
             if self.mode != "none":
                 requested = self.samples if "samples" in self.model_fields_set else None
-                data_check.look_at_calibration(look, inputs, CALIBRATION_HOOKS, requested)
-            data_check.look_at_metric(look, inputs, look.need("run"), self.max_drop)
+                data_check.check_calibration(look, inputs, CALIBRATION_HOOKS, requested)
+            data_check.check_metric(look, inputs, look.need("run"), self.max_drop)
         if self.mode == "qat":
             self._check_training(look)
         look.shared["formats"] = [name for name in FORMATS if name in (self._format, *self.layers.values())]

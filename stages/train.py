@@ -165,7 +165,7 @@ class Train(Stage):
 
         length = self._length()
         del length["workers"]
-        hook_trial.look_at_training(look, self.config(), device=self._device, **length)
+        hook_trial.try_training_hooks(look, self.config(), device=self._device, **length)
 
     def _length(self) -> dict[str, Any]:
         """The fields that say how much is trained on what, as arguments."""
@@ -233,9 +233,9 @@ def _gather(raw: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
             advice = did_you_mean(name, [*valid, *aliases.SECTIONS]) or hint(name, valid)
             raise _placed(ConfigError("unknown field", where=name, hint=advice), raw)
     sections = {key: value for key, value in raw.items() if key in aliases.SECTIONS or key == "preset"}
-    own = {key: value for key, value in raw.items() if key not in sections}
+    stage_fields = {key: value for key, value in raw.items() if key not in sections}
     try:
-        recipe = _dotted(own.get("recipe"))
+        recipe = _dotted(stage_fields.get("recipe"))
         written = recipe | _dotted(sections)
         defaults = dict(_DEFAULTS)
         if written.get("scheduler.name", "cosine") != "cosine":
@@ -244,7 +244,7 @@ def _gather(raw: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
         if "swa.share" in written:
             # SWA's mean ships instead of the EMA.
             defaults = {key: value for key, value in defaults.items() if not key.startswith("ema.")}
-        return {**own, "recipe": aliases.normal_form({**sections, **recipe}, defaults)}
+        return {**stage_fields, "recipe": aliases.normal_form({**sections, **recipe}, defaults)}
     except ConfigError as error:
         raise _placed(error, raw) from error
 

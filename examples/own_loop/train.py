@@ -74,9 +74,9 @@ def main() -> None:
     print(mo.plan())
     while mo.global_step < STEPS:
         if step() and mo.global_step % 100 == 0:
-            found = mo.validate(accuracy)
+            scores = mo.validate(accuracy)
             mo.save_ckpt(HERE / "checkpoints")
-            print(f"step {mo.global_step}: online {found['online']:.3f}, average {found['deploy']:.3f}")
+            print(f"step {mo.global_step}: online {scores['online']:.3f}, average {scores['deploy']:.3f}")
     mo.export_metrics(HERE / "metrics.csv")
     print(f"accuracy of what would ship: {mo.validate(accuracy)['deploy']:.3f}")
 

@@ -96,18 +96,17 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
             raise document.error((key,), "unknown key", _hint(str(key), nearest.hint(str(key), valid)))
     names = _stage_names(raw, document)
     stages = _ordered([_build_stage(n, raw.get(n), document) for n in names])
-    own: dict[str, Any] = {"name": project_name(folder), "task": "task.py", "check": True} | {
-        k: raw[k] for k in _OWN_KEYS if k in raw
-    }
+    settings: dict[str, Any] = {"name": project_name(folder), "task": "task.py", "check": True}
+    settings |= {key: raw[key] for key in _OWN_KEYS if key in raw}
     for key in ("name", "task"):
-        if not isinstance(own[key], str) or not own[key]:
-            raise document.error((key,), f"expected text, saw {own[key]!r}")
-    if not is_inside(own["task"]):
-        raise document.error(("task",), f"expected a path inside the project, saw {own['task']!r}")
-    if not isinstance(own["check"], bool):
-        raise document.error(("check",), f"expected true or false, saw {own['check']!r}")
-    own["data"] = _data_files(document, folder)
-    return Project(root=folder, stages=stages, sets=tuple(overrides), **own)
+        if not isinstance(settings[key], str) or not settings[key]:
+            raise document.error((key,), f"expected text, saw {settings[key]!r}")
+    if not is_inside(settings["task"]):
+        raise document.error(("task",), f"expected a path inside the project, saw {settings['task']!r}")
+    if not isinstance(settings["check"], bool):
+        raise document.error(("check",), f"expected true or false, saw {settings['check']!r}")
+    settings["data"] = _data_files(document, folder)
+    return Project(root=folder, stages=stages, sets=tuple(overrides), **settings)
 
 
 def as_options(overrides: Sequence[str]) -> str:

@@ -40,8 +40,8 @@ def abandoned() -> list[Path]:
     left_behind = []
     for folder in sorted(Path(gettempdir()).glob(f"{_PREFIX}*")):
         with suppress(OSError):  # gone meanwhile, or not ours to read
-            own = folder.is_dir() and not folder.is_symlink()
-            if own and (os.name == "nt" or folder.stat().st_uid == os.getuid()) and _is_left(folder):
+            is_folder = folder.is_dir() and not folder.is_symlink()
+            if is_folder and (os.name == "nt" or folder.stat().st_uid == os.getuid()) and _is_left(folder):
                 left_behind.append(folder)
     return left_behind
 

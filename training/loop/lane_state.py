@@ -50,8 +50,8 @@ class FiniteWeights:
 def _finite(params: Sequence[Tensor]) -> list[bool]:
     parts = [local(p.detach()) for p in params]
     # The greatest magnitude is NaN or Inf where any element is; a rank may hold no element of a split parameter.
-    there = [p for p in parts if p.numel()]
-    norms = iter(numbers(torch._foreach_norm(there, math.inf)) if there else [])
+    nonempty = [p for p in parts if p.numel()]
+    norms = iter(numbers(torch._foreach_norm(nonempty, math.inf)) if nonempty else [])
     return [math.isfinite(next(norms)) if part.numel() else True for part in parts]
 
 

@@ -105,7 +105,7 @@ _LEAST_SCALE = 1024.0
 _INITIAL_SHARE = 0.1
 
 
-def look_at_loss(monitor: Monitor, loss: Tensor, weight: float | None, accumulated: int) -> None:
+def warn_of_changed_loss(monitor: Monitor, loss: Tensor, weight: float | None, accumulated: int) -> None:
     """Warns of a loss that the loop has divided, weighed or scaled by itself, by the last operation on it."""
     node: Any = loss.grad_fn
     kind = type(node).__name__
@@ -159,7 +159,7 @@ def watch_autocast(model: nn.Module, monitor: Monitor, config: Config, device: t
     handle = model.register_forward_pre_hook(Attached(look))
 
 
-def look_at_average(monitor: Monitor, config: Config) -> None:
+def warn_of_slow_average(monitor: Monitor, config: Config) -> None:
     """Warns of an average that at the end of the run still consists of initial weights."""
     total, decay = config.scheduler.total_steps, config.ema.decay
     if not decay or total is None or config.ema.warmup or config.ema.start_step > 1:

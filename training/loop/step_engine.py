@@ -28,7 +28,7 @@ from layerline.training.optimizers import custom, gradient_norm
 # Beyond this an unclipped gradient's square overflows float32 and would stay in the optimizer's state as Inf.
 _GREATEST_NORM = 1e18
 # The model is searched for changes before steps 1, 2, 4, … 64, then every 64: it takes some microseconds a layer.
-_LOOK_EVERY = 64
+_CHECK_EVERY = 64
 _ALONE = nullcontext()
 _TRAINED = attrgetter("requires_grad")
 
@@ -43,7 +43,7 @@ class Lane(LaneState):
         self._max_norm = config.clip.max_norm or math.inf
         self._max_value = config.clip.value
         self._window_size = config.accumulate.steps
-        self.look_at = 0  # the step before which the model is looked at again
+        self.next_model_check = 0  # the step before which the model is checked again
         self._spent: list[Tensor] = []  # gradients of the last step, whose memory the next backward pass takes
         self._counts: set[int] = set()  # how many gradients a step had, where it was not all of them
         # The model tells of weights that are loaded into it, without keeping an optimizer that is gone.
@@ -58,7 +58,7 @@ class Lane(LaneState):
         dependence = norms.warning(model, config.accumulate.steps)
         if dependence:
             self.monitor.warn("batch_norm", dependence)
-        loop_mistakes.look_at_average(self.monitor, config)
+        loop_mistakes.warn_of_slow_average(self.monitor, config)
         loop_mistakes.watch_autocast(model, self.monitor, config, self.device)
         applied = {id(member.rule) for member in self.members}
         for index, rule in enumerate(config.optimizer.groups):
@@ -98,7 +98,7 @@ class Lane(LaneState):
         if weight is not None:
             weight = counted(weight)
         if not self.steps:
-            loop_mistakes.look_at_loss(self.monitor, loss, weight, self._window_size)
+            loop_mistakes.warn_of_changed_loss(self.monitor, loss, weight, self._window_size)
         try:
             loop_mistakes.settle_foreign(self, self.own_passes != LaneState.passes)
             if window.weighted is not None:
@@ -224,12 +224,12 @@ class Lane(LaneState):
         return [p.grad for p in self.stepped if p.grad is not None]
 
     def _went_back(self) -> bool:
-        """Looks at the model now and then. True when its weights were spoilt and the last checkpoint was put back."""
-        if self.steps >= self.look_at:
+        """Checks the model now and then. True if its weights were spoilt and the last checkpoint was put back."""
+        if self.steps >= self.next_model_check:
             if self.steps and rejected_steps.weights_spoilt(self):
                 return True
             model_sync.refresh(self)
-            self.look_at = self.steps + min(self.steps + 1, _LOOK_EVERY)
+            self.next_model_check = self.steps + min(self.steps + 1, _CHECK_EVERY)
         elif self.frozen and any(map(_TRAINED, self.frozen)):
             model_sync.refresh(self)
         return False
@@ -288,7 +288,7 @@ class Lane(LaneState):
 
     def _check_schedule(self, number: int) -> None:
         """Warns of a second schedule, and of a step past the end of the configured one."""
-        if number < _LOOK_EVERY and self.rate.moved_by_others():
+        if number < _CHECK_EVERY and self.rate.moved_by_others():
             text = (
                 f"another scheduler changes the rate that the configured one ({self.config.scheduler.name}) sets at "
                 "each step: leave it out, or configure `scheduler: {name: constant}`"

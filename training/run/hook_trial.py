@@ -30,7 +30,7 @@ SAMPLES = 2
 _ONE_ROW = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def look_at_training(
+def try_training_hooks(
     look: Inspection,
     config: Config,
     *,
@@ -79,7 +79,7 @@ def look_at_training(
     gc.collect()  # the network of the later stages must not lie beside this one
 
 
-def look_at_example(look: Inspection) -> None:
+def try_example(look: Inspection) -> None:
     """Runs the model in eval mode on the example; leaves `network` and `example` for those after it."""
     with look.item("model()"):
         network = shipping.network(look.task)

@@ -280,8 +280,8 @@ def loss_of(
     """A function for the task's loss of a model on a batch and its weight; None stands for the number of samples. Where
     the section `distillation` asks for it, the loss of the teacher is added: the task's, if none is given."""
     # Without loss(), the default weighs by labels that count.
-    own = task.has("loss")
-    loss: Loss = partial(_own_loss if own else _default_loss, task)
+    has_loss = task.has("loss")
+    loss: Loss = partial(_own_loss if has_loss else _default_loss, task)
     settings = config.distillation
     if not settings.alpha:
         return loss
@@ -293,7 +293,7 @@ def loss_of(
     teacher.to(device).requires_grad_(False)
     distillation = Distillation(teacher, temperature=settings.temperature, weight=settings.alpha, axis=settings.axis)
     blaming = partial(task.blaming, "teacher()")
-    return Taught(loss, model, distillation, blaming, skips_ignored=not own)
+    return Taught(loss, model, distillation, blaming, skips_ignored=not has_loss)
 
 
 def accepted(lane: Lane) -> Gate:

@@ -170,7 +170,7 @@ def restore(lane: Lane, state: Saved) -> None:
     lane.first_rejected = counters.get("first_rejected", 0)
     lane.loss, lane.grad_norm = counters.get("loss") or math.nan, counters.get("grad_norm") or math.nan
     lane.largest_part = counters.get("largest_part")
-    lane.look_at = lane.steps
+    lane.next_model_check = lane.steps
     if lane.ema is not None:
         lane.ema.load(weights["ema"], counters["ema_updates"])
     if not lane.custom:
