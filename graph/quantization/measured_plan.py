@@ -144,6 +144,8 @@ def corrected(
         Whether the outputs gain by it, and a note with their SQNR before and after.
     """
     candidate, layers = bias_correction.correct(quantized, shifts)
+    if not layers:
+        return False, "bias correction changed no layer: none with a quantised input has a mean error to take off"
     judge = Judge(model, feeds)
     before = judge.least_db(quantized)
     after = judge.least_db(candidate)

@@ -108,18 +108,20 @@ def shifts(
     Args:
         rounded: weights that lie on their steps already, by name.
     """
-    integers = [v for v in plan.values if "int" in v.dtype]
-    activations = [v for v in integers if v.role == "activation"]
-    weights = QuantPlan(values=tuple(v for v in integers if v.role == "weight"), kept=())
-    candidates = {v.name: {"plan": v.amax} for v in activations}
+    weights = QuantPlan(values=tuple(v for v in plan.values if v.role == "weight"), kept=())
     stored = qdq.apply(model, weights, rounded)
-    ends: dict[str, tuple[float, float]] = {}
-    for item in activations:
-        if item.dtype == "uint8" and isinstance(item.zero_point, int):
-            ends[item.name] = -item.zero_point * item.scales[0], (255 - item.zero_point) * item.scales[0]
-    errors = range_trials.measure(model, stored, activations, candidates, feeds, ends)
     corrections: dict[str, npt.NDArray[np.float64]] = {}
-    for (_, _, layer), error in errors.items():
-        if error.shift.size and math.isfinite(error.relative):
-            corrections[layer] = error.correction()
+    activations = [v for v in plan.values if v.role == "activation"]
+    # A value may be quantised to two types, each for layers of its own.
+    for dtype in sorted({v.dtype for v in activations}):
+        items = [v for v in activations if v.dtype == dtype]
+        candidates = {v.name: {"plan": v.amax} for v in items}
+        ends: dict[str, tuple[float, float]] = {}
+        for item in items:
+            if dtype == "uint8" and isinstance(item.zero_point, int):
+                ends[item.name] = -item.zero_point * item.scales[0], (255 - item.zero_point) * item.scales[0]
+        errors = range_trials.measure(model, stored, items, candidates, feeds, ends)
+        for (_, _, layer), error in errors.items():
+            if error.shift.size and math.isfinite(error.relative):
+                corrections[layer] = error.correction()
     return corrections

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from layerline.graph.quantization import bias_correction, qdq, range_choice
+from layerline.graph.quantization.qdq_placement import Rules, place
 from tests.graph import test_qdq
 from tests.graph.test_qdq import f32, model, run
 from tests.graph.test_range_choice import setup
@@ -40,6 +41,25 @@ def test_no_channel_is_off_on_average_any_more(call, x_shape, w_shape, b_shape, 
     assert np.abs((after - want).mean(axis=others)).max() < 0.03
     assert np.linalg.norm(after - want) < np.linalg.norm(before - want)
     assert [n.op_type for n in corrected.model.graph.node] == [n.op_type for n in quantized.model.graph.node]
+
+
+def test_a_value_of_two_formats_is_corrected_in_the_layers_of_both():
+    x = np.abs(f32(64, 6))
+    weights = {"w": f32(6, 5), "v": f32(6, 5), "b": f32(5)}
+    text = "g (float[64, 6] x) => (float[64, 5] y, float[64, 5] z) { y = Gemm (x, w, b) z = Gemm (x, v, b) }"
+    light, _, histograms, feed = setup(text, x, **weights)
+    placed = place(light, Rules(formats={"z": "fp8"}))
+    chosen = {("x", "int8"): ("half", 0.6), ("x", "float8e4m3fn"): ("half", 0.9)}
+    plan = qdq.plan(light, placed, histograms, "minmax", chosen=chosen)
+    shifts = range_choice.shifts(light, plan, [feed] * 500)
+    quantized = qdq.apply(light, plan)
+    corrected, count = bias_correction.correct(quantized, shifts)
+    assert count == 2
+    results = zip("yz", *(run(m.whole(), x) for m in (light, quantized, corrected)), strict=True)
+    for name, exact, before, after in results:
+        assert np.abs((before - exact).mean(axis=0)).max() > 0.1
+        np.testing.assert_allclose(shifts[name], (before - exact).mean(axis=0), atol=1e-3)
+        np.testing.assert_allclose((after - exact).mean(axis=0), 0, atol=1e-3)
 
 
 def test_a_product_without_a_bias_and_a_shared_bias_of_others_stay_as_they_are():
