@@ -112,7 +112,8 @@ def _on_each(
     columns: dict[str, tuple[Numbers, Numbers]] = {}
     for name in sides[0][0]:
         if all(name in scores for scores in (*sides[0], *sides[1])):
-            before, after = (np.array([scores[name] for scores in side]) for side in sides)
+            before = np.array([scores[name] for scores in sides[0]])
+            after = np.array([scores[name] for scores in sides[1]])
             columns[name] = (before, after)
     return columns
 

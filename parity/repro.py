@@ -48,4 +48,8 @@ def _runs(traced: Traced, probes: Sequence[Probe], value: str, cut: Light) -> li
             for twin in twins:
                 torch_values[twin.feed][value_of_node[node]] = array(twin.single)
     complete = [values for values in torch_values if values.keys() >= {*names, value}]
-    return [({name: values[name] for name in names}, values[value]) for values in complete]
+    runs: list[tuple[Feed, Array]] = []
+    for values in complete:
+        inputs = {name: values[name] for name in names}
+        runs.append((inputs, values[value]))
+    return runs

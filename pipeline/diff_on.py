@@ -55,7 +55,10 @@ def diff_stages(
         StageError: onnxruntime can't run a model.
         PipeError: a stage has not run.
     """
-    places = [(name, run or run_id) for name, _, run in (stage.partition("@") for stage in stages)]
+    places: list[tuple[str, str | None]] = []
+    for stage in stages:
+        name, _, run = stage.partition("@")
+        places.append((name, run or run_id))
     folders = [_with_model(project, name, run, log) for name, run in places]
     compare = import_module(_COMPARE_FILES)
     report: Report = compare.compare_stages(*folders, log, compare.Further(**further))

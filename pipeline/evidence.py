@@ -27,7 +27,8 @@ class Cause:
         evidence: the figures that speak for it.
         advice: what to change.
         setting: the change as `key.path=value` of pipe.yaml; empty where it is another kind of change.
-        confidence: from 0 to 1, by which causes are ranked.
+        confidence: from 0 to 1. It ranks the causes and is no probability; benchmarks/faults.py measures how often
+            the planted cause comes first.
     """
 
     name: str
@@ -98,8 +99,11 @@ Rule = Callable[[Evidence], Iterable[Cause]]
 
 
 def of_lost(stage: str) -> Callable[[Callable[[Evidence, Report], Iterator[Cause]]], Rule]:
-    """Makes a rule of a function that takes the report of a stage, which is the stage of its causes: it is called where
-    that stage lost something."""
+    """A decorator for rules about one stage.
+
+    The function gets the evidence and the report of that stage, and is called only if the stage lost something. Its
+    causes get the name of the stage.
+    """
 
     def as_rule(look: Callable[[Evidence, Report], Iterator[Cause]]) -> Rule:
         @functools.wraps(look)

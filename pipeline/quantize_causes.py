@@ -10,6 +10,8 @@ from layerline.pipeline.report import OWN, ROUNDING, LayerDiff, Report, Scalar
 
 CLIPPED = 0.005
 """Share of a value's elements beyond its range from which clipping counts as a cause."""
+MORE_CLIPPED = 4
+"""So many times more is clipped in evaluation than in calibration where the two have other data."""
 LOW_DB = 20.0
 """A layer with less SQNR by itself loses accuracy visibly: its error is a tenth of its signal."""
 UNFIT_DB = 10.0
@@ -18,6 +20,9 @@ RANGE_USED = 0.125
 """Share of a range that calibration used from which downwards 3 bits of 8 are lost."""
 UNEXPLAINED_DB = 12.0
 """By so much a layer's own SQNR is lower than rounding explains; in sound models the two are some 4 dB apart."""
+SLICE_LOSS = 0.02
+"""Least loss of a slice that counts, for metrics between 0 and 1: two points. A slice has few samples, and one of 50 is
+as much."""
 UNLIKE = "calibration data unlike eval_data()"
 UNEVEN_DB = 12.0
 """The worst channel of a weight lies so far below the whole: its values are a quarter of the others' size."""
@@ -52,30 +57,46 @@ def clipped_range(evidence: Evidence, report: Report) -> Iterator[Cause]:
     )
 
 
+_UNLIKE_ADVICE = "calibrate on samples like those of eval_data(): the same preparation, and all classes"
+
+
 @of_lost("quantize")
 def unlike_calibration(_: Evidence, report: Report) -> Iterator[Cause]:
-    """Values that lie beyond ranges in evaluation alone, or most layers without signal though little is clipped."""
+    """Calibration samples that differ from eval_data(), by one of two signs."""
+    cause = _clipped_in_evaluation(report) or _signal_lost_everywhere(report)
+    if cause is not None:
+        yield cause
+
+
+def _clipped_in_evaluation(report: Report) -> Cause | None:
+    """Values of which evaluation lies beyond the range far more often than calibration."""
     beyond: list[tuple[float, float, Mapping[str, Scalar]]] = []
     for row in report.tables.get("quantized", ()):
-        share, there = finite(row.get("clipped")), finite(row.get("clipped_there"))
-        if share is None or there is None or there < CLIPPED or there < 4 * share:
+        in_calibration = finite(row.get("clipped"))
+        in_evaluation = finite(row.get("clipped_there"))
+        if in_calibration is None or in_evaluation is None:
+            continue
+        if in_evaluation < CLIPPED or in_evaluation < MORE_CLIPPED * in_calibration:
             continue
         least = _least_own(report, str(row["value"]))
         if least is not None and least < LOW_DB:
-            beyond.append((there, share, row))
-    advice = "calibrate on samples like those of eval_data(): the same preparation, and all classes"
-    if beyond:
-        there, share, row = max(beyond, key=lambda item: item[0])
-        yield Cause(
-            name=UNLIKE,
-            layer=str(row.get("module") or row["value"]),
-            value=str(row["value"]),
-            evidence=f"{100 * there:.2g} % of {row['value']} lies beyond its range on eval_data(), and "
-            f"{100 * share:.2g} % in calibration; {len(beyond)} values are like that",
-            advice=advice,
-            confidence=0.92,
-        )
-        return
+            beyond.append((in_evaluation, in_calibration, row))
+    if not beyond:
+        return None
+    in_evaluation, in_calibration, row = max(beyond, key=lambda item: item[0])
+    return Cause(
+        name=UNLIKE,
+        layer=str(row.get("module") or row["value"]),
+        value=str(row["value"]),
+        evidence=f"{100 * in_evaluation:.2g} % of {row['value']} lies beyond its range on eval_data(), and "
+        f"{100 * in_calibration:.2g} % in calibration; {len(beyond)} values are like that",
+        advice=_UNLIKE_ADVICE,
+        confidence=0.92,
+    )
+
+
+def _signal_lost_everywhere(report: Report) -> Cause | None:
+    """At least half of the values without signal, though the ranges cut off little of what calibration saw."""
     measured = [record for record in report.records if record.own_db is not None]
     unfit: list[tuple[float, LayerDiff]] = []
     for record in measured:
@@ -85,16 +106,17 @@ def unlike_calibration(_: Evidence, report: Report) -> Iterator[Cause]:
     shares = [finite(row.get("clipped")) for row in report.tables.get("quantized", ())]
     clipped = [share for share in shares if share is not None and share >= CLIPPED]
     # Where most ranges cut off what calibration saw, the calibrator is the reason.
-    if len(unfit) * 2 < len(measured) or len(unfit) < 2 or len(clipped) * 2 > len([s for s in shares if s is not None]):
-        return
+    mostly_clipped = len(clipped) * 2 > len([share for share in shares if share is not None])
+    if len(unfit) < 2 or len(unfit) * 2 < len(measured) or mostly_clipped:
+        return None
     own, worst = min(unfit, key=lambda pair: pair[0])
-    yield Cause(
+    return Cause(
         name=UNLIKE,
         layer=worst.where,
         value=worst.name,
         evidence=f"{len(unfit)} of {len(measured)} values have less than {UNFIT_DB:g} dB with exact inputs, down to "
         f"{own:.1f} dB at {worst.where}, and calibration saw little beyond their ranges",
-        advice=advice,
+        advice=_UNLIKE_ADVICE,
         confidence=0.92,
     )
 
@@ -217,7 +239,7 @@ def lost_slice(evidence: Evidence, report: Report) -> Iterator[Cause]:
             continue
         worst, slice_name = by_slice[0]
         others = fmean(change for change, _ in by_slice[1:])
-        if worst < -0.02 and worst < 3 * min(others, 0.0) - 0.02:
+        if worst < -SLICE_LOSS and worst < 3 * min(others, 0.0) - SLICE_LOSS:
             yield Cause(
                 name="one class lost most",
                 layer=slice_name,

@@ -109,12 +109,12 @@ def _evidence(
     return Evidence(reports=reports, settings=settings, losses=losses, logs=logs, nonfinite=nonfinite)
 
 
-def ranked(evidence: Evidence, looking: Sequence[Rule] | None = None) -> list[Cause]:
+def ranked(evidence: Evidence, applied: Sequence[Rule] | None = None) -> list[Cause]:
     """What the rules see: of stages that lost something first, the earliest stage first, in it the likeliest cause."""
     order = list(dict.fromkeys([*evidence.reports, *evidence.losses]))
-    if looking is None:
-        looking = rules()
-    causes = [cause for rule in looking for cause in rule(evidence)]
+    if applied is None:
+        applied = rules()
+    causes = [cause for rule in applied for cause in rule(evidence)]
 
     def place(cause: Cause) -> tuple[bool, int, float]:
         at = order.index(cause.stage) if cause.stage in order else len(order)

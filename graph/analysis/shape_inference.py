@@ -293,7 +293,8 @@ def clash(old: ir.Value, new: ir.Value, made: Sequence[ir.Node], model: ir.Model
     if old_shape is None or new_shape is None:
         return None
     if len(old_shape) == len(new_shape):
-        numbers = [pair for pair in zip(old_shape, new_shape, strict=True) if all(isinstance(n, int) for n in pair)]
-        if all(a == b for a, b in numbers):
+        # Sizes that are names may differ and still be equal in every run.
+        pairs = list(zip(old_shape, new_shape, strict=True))
+        if all(a == b for a, b in pairs if isinstance(a, int) and isinstance(b, int)):
             return None
     return f"{old.name} has shape {list(old_shape)}, what would replace it {list(new_shape)}"

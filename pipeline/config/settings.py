@@ -69,8 +69,7 @@ def changed(now: Sequence[Record], then: Sequence[Record]) -> list[str]:
     for record in now:
         old = before.get(record.stage)
         if old is not None and old != record:
-            parts = [{n: v for n, v in r.parts.items() if not n.startswith("input.")} for r in (old, record)]
-            differing = phrases(*parts)
+            differing = phrases(_own_parts(old), _own_parts(record))
             changes += [f"{record.stage}: {phrase}" for phrase in differing]
     for record in now:
         versions_then = before[record.stage].versions if record.stage in before else {}
@@ -78,3 +77,8 @@ def changed(now: Sequence[Record], then: Sequence[Record]) -> list[str]:
             if versions_then.get(name, version) != version:
                 changes.append(f"{name} {versions_then[name]} -> {version}")
     return list(dict.fromkeys(changes))
+
+
+def _own_parts(record: Record) -> dict[str, str]:
+    """The parts of a record's key without the inputs that other stages made."""
+    return {name: value for name, value in record.parts.items() if not name.startswith("input.")}
