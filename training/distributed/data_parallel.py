@@ -1,7 +1,9 @@
 """Data parallel training: every rank holds the whole model, and the gradient of a step is that of all ranks' samples.
+
 Gradients are reduced in buckets while the backward pass still runs. The buckets hold the same parameters in every step
-and are sent in the same order on every rank, so that a resumed run adds in the order of the one it goes on from, and
-any rank may leave any layer out: what a pass has not reached is sent as it is, or as zeros."""
+and are sent in the same order on every rank. So a resumed run adds in the same order as the run it continues, and any
+rank may leave any layer out: a gradient that the pass has not computed is sent as it is, or as zeros.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from layerline.training.model.precision import HALF_TYPES
 
 
 def prepare(model: nn.Module, config: Config, ranks: Ranks) -> None:
-    """Before an optimizer is made: every rank has the same model, and starts from the weights of rank 0."""
+    """Checks that every rank has the same model, and copies the weights of rank 0; before an optimizer is made."""
     names = named(model)
     ranks.compare(lines(names, config))
     with ranks.pulse.guarded("sharing weights", 0), torch.no_grad():
@@ -32,9 +34,12 @@ def prepare(model: nn.Module, config: Config, ranks: Ranks) -> None:
 
 
 class Replicas(Peers):
-    """A whole model on each rank. After the window ranks tell each other, in one small message, who has a gradient for
-    which parameter, and whether what was sent has changed since: all gradients are then sent once more. A parameter
-    that no rank used has no gradient, as in one process."""
+    """A whole model on each rank.
+
+    At the end of a window the ranks exchange one small message: which parameters have a gradient, and whether one has
+    changed since it was sent. Then all gradients are sent again. A parameter that no rank used has no
+    gradient, as in one process.
+    """
 
     def __init__(self, lane: LaneState, ranks: Ranks, config: Config) -> None:
         super().__init__(lane, ranks)
@@ -43,56 +48,57 @@ class Replicas(Peers):
         self._steps = config.accumulate.steps
         if isinstance(lane.model, DistributedDataParallel):
             _silence(lane.model)
-        # A backward pass reaches the last layers first. Masters take gradients away after it, and are reduced then.
+        # Buckets are in reverse order, because a backward pass computes the gradients of the last layers first. With
+        # masters nothing is sent during the pass: they take the gradients after it.
         overlaps = config.distributed.overlap and lane.masters is None
         self._buckets = list(buckets(lane.params[::-1], self._size)) if overlaps else []
         self._bucket_of = {id(p): index for index, bucket in enumerate(self._buckets) for p in bucket}
-        self._listens = False
-        self._left: list[int] = []  # how many gradients each bucket still waits for
-        self._flights: list[tuple[Any, Tensor]] = []  # the buckets that were sent, in their order
-        # Each gradient as it was sent, and how often it had been written to; None for none.
-        self._sent: list[tuple[Tensor, Tensor | None, int]] = []
+        self._is_sending = False
+        self._awaited: list[int] = []  # by bucket: number of gradients that are not computed yet
+        self._sent_buckets: list[tuple[Any, Tensor]] = []  # handle and tensor of each bucket sent, in order
+        # Each parameter with its gradient as it was sent (None: it had none) and the version counter of that gradient.
+        self._sent_gradients: list[tuple[Tensor, Tensor | None, int]] = []
         for bucket in self._buckets:
             for param in bucket:
                 param.register_post_accumulate_grad_hook(self._reach)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around each backward pass: the first one of a window's last micro-batch sends its gradients."""
+        """Wraps each backward pass. The first one of the window's last micro-batch sends the gradients."""
         with self.guarded("the backward pass"):
-            self._listens = not self._flights and self.lane.window.micro == self._steps - 1
-            self._left = list(map(len, self._buckets))
+            self._is_sending = not self._sent_buckets and self.lane.window.micro == self._steps - 1
+            self._awaited = list(map(len, self._buckets))
             yield
             self.ready()
-            if self._listens:
+            if self._is_sending:
                 self._send_rest()
-            self._listens = False
+            self._is_sending = False
 
     def before_step(self) -> None:
-        """Brings the window's gradients to their mean over the ranks."""
+        """Replaces the window's gradients by their mean over the ranks."""
         with self.guarded("reducing gradients"):
-            if not self._flights:
+            if not self._sent_buckets:
                 self.ready()
                 self._send_rest()
             self._settle_gradients()
             self._settle_buffers()
-        self._flights, self._sent = [], []
+        self._sent_buckets, self._sent_gradients = [], []
 
     def _reach(self, param: Tensor) -> None:
-        """A gradient is there: sends the buckets that are complete."""
-        if self._listens:
-            self._left[self._bucket_of[id(param)]] -= 1
-            while len(self._flights) < len(self._buckets) and self._left[len(self._flights)] <= 0:
+        """A hook that torch calls when a gradient is complete. Sends the buckets whose turn it is."""
+        if self._is_sending:
+            self._awaited[self._bucket_of[id(param)]] -= 1
+            while len(self._sent_buckets) < len(self._buckets) and self._awaited[len(self._sent_buckets)] <= 0:
                 self._send_next()
 
     def _send_rest(self) -> None:
-        while len(self._flights) < len(self._buckets):
+        while len(self._sent_buckets) < len(self._buckets):
             self._send_next()
 
     def _send_next(self) -> None:
-        bucket = self._buckets[len(self._flights)]
-        self._sent += [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in bucket]
-        self._flights.append(self._send([torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]))
+        bucket = self._buckets[len(self._sent_buckets)]
+        self._sent_gradients += [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in bucket]
+        self._sent_buckets.append(self._send([torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]))
 
     @torch.no_grad()
     def _send(self, grads: Sequence[Tensor]) -> tuple[Any, Tensor]:
@@ -103,16 +109,17 @@ class Replicas(Peers):
     @torch.no_grad()
     def _settle_gradients(self) -> None:
         lane = self.lane
-        # By a further backward pass, the user's code, or since the window was dropped or another one loaded.
+        # Reasons: a further backward pass, the user's code, a window that was dropped, or a checkpoint that was loaded.
         changed = any(p.grad is not grad or (grad is not None and grad._version != version)
-                      for p, grad, version in self._sent)  # fmt: skip
-        here = [s.grad is not None for s in lane.stepped]
-        notes = torch.tensor([*here, changed], dtype=torch.uint8, device=self.ranks.device)
-        dist.all_reduce(notes, dist.ReduceOp.MAX)
-        *used, changed_somewhere = notes.tolist()
+                      for p, grad, version in self._sent_gradients)  # fmt: skip
+        has_gradient = [s.grad is not None for s in lane.stepped]
+        # The maximum over the ranks is a logical or.
+        flags = torch.tensor([*has_gradient, changed], dtype=torch.uint8, device=self.ranks.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        *used, changed_somewhere = flags.tolist()
         grads = {id(s): torch.zeros_like(s) if s.grad is None else s.grad for s in lane.stepped}
         settled: set[int] = set()
-        for (work, message), bucket in zip(self._flights, self._buckets, strict=True):
+        for (work, message), bucket in zip(self._sent_buckets, self._buckets, strict=True):
             work.wait()
             if not changed_somewhere:
                 settled |= set(map(id, bucket))
@@ -124,8 +131,9 @@ class Replicas(Peers):
                 rest.append(grads[id(stepped)])
         if lane.sophia is not None:
             rest += lane.sophia.curvature.values()
-        flights = [(bucket, *self._send(bucket)) for bucket in buckets(rest, self._size)]
-        for bucket, work, message in flights:
+        # All are sent before the first is waited for.
+        reductions = [(bucket, *self._send(bucket)) for bucket in buckets(rest, self._size)]
+        for bucket, work, message in reductions:
             work.wait()
             unflatten(message, bucket)
         unused = [name for name, somewhere in zip(lane.names, used, strict=True) if not somewhere]
