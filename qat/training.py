@@ -88,15 +88,17 @@ def check(model: Light, probes: Sequence[Feed]) -> GraphModule:
     return graph
 
 
-def try_loss(task: Task, graph: GraphModule, batch_size: int) -> None:
+def try_loss(task: Task, graph: GraphModule, options: QatOptions) -> None:
     """Computes the loss of the float graph on the first batch, before anything is calibrated.
 
     Raises:
+        Unavailable: the device to train on is not here.
         TaskError: a hook is missing or failed.
         StageError: the graph does not take batches of this size.
     """
+    chosen_device(options.device, "quantize.qat.device")
     model = student.maker(task, graph.inputs, graph.outputs)(graph)
-    batches = Batches(task.call("train_data"), batch_size=batch_size, seed=None)
+    batches = Batches(task.call("train_data"), batch_size=options.batch_size, seed=None)
     with task.blaming("drawing a batch of train_data()"):
         batch = next(batches.forever())
     loss = train_loop.loss_of(task, model, Config(), torch.device("cpu"))

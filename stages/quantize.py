@@ -134,9 +134,19 @@ class Quantize(Stage):
     @field_validator("bias_correction")
     @classmethod
     def _check_correction(cls, correction: bool, info: ValidationInfo) -> bool:
-        if correction and info.data.get("mode") == "qat":
+        mode = info.data.get("mode", "int8")
+        if correction and mode == "qat":
             raise ValueError("expected false in mode qat, where training moves the biases")
+        if correction and mode not in FORMATS:
+            raise ValueError(f"expected mode: {' or '.join(FORMATS)} with it")
         return correction
+
+    @field_validator("repairs")
+    @classmethod
+    def _check_repairs(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if names and info.data.get("mode", "int8") not in (*FORMATS, "qat"):
+            raise ValueError(f"expected mode: {' or '.join((*FORMATS, 'qat'))} with it")
+        return names
 
     @field_validator("search")
     @classmethod
@@ -306,7 +316,7 @@ class Quantize(Stage):
         if self.mode == "qat":
             from layerline.qat import training
 
-            training.try_loss(work.task, training.check(model, probes), self._training.batch_size)
+            training.try_loss(work.task, training.check(model, probes), self._training)
         if own_qdq.present(model):
             return convert.with_own_qdq(model, self._rules(formats)), _as_it_is
         calibrated = self._calibrated(model, data, formats)

@@ -76,7 +76,7 @@ def equalize(model: Light, plan: QuantPlan, feeds: Sequence[Feed], *, norms: boo
     work = to_ir(model)
     groups = _groups(work, norms)
     # int8 alone: float8 has fine steps near 0, so small channels lose nothing there.
-    items = {value.name: value for value in plan.values if value.dtype == "int8"}
+    items = {value.name: value for value in plan.values if value.dtype in ("int8", "uint8")}
     tapped: list[tuple[str, int, int]] = []
     for group in groups:
         for value, (axis, _) in group.places.items():

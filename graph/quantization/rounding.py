@@ -27,6 +27,7 @@ from layerline.calib.scales import LEVELS
 from layerline.graph.analysis.ir_queries import constant
 from layerline.graph.fusion.affine_ops import outputs_come_first
 from layerline.graph.io.ir_convert import to_ir
+from layerline.graph.quantization import qdq
 from layerline.graph.quantization.naming import first_output
 from layerline.graph.quantization.weight_sources import weight_of
 
@@ -124,7 +125,7 @@ def _layers(model: Light, plan: QuantPlan) -> list[_Layer]:
     nodes = {first_output(node): node for node in work.graph}
     activations: dict[tuple[str, int], QuantValue] = {}
     for item in plan.values:
-        if item.role == "activation" and item.dtype == "int8":
+        if item.role == "activation" and item.dtype in ("int8", "uint8"):
             activations.update(dict.fromkeys(item.readers, item))
     layers: list[_Layer] = []
     # A weight that is stored in two types has two entries.
@@ -175,7 +176,7 @@ def _moments(model: Light, layers: list[_Layer], feeds: Iterable[Feed]) -> dict[
             value = values.get(layer.source)
             data = np.asarray(feed[layer.source] if value is None else value, np.float32)
             if layer.activation is not None:
-                data = _through_int8(data, layer.activation)
+                data, _ = qdq.rounded(data, layer.activation)
             rows = _windows(layer, data)
             count, groups = rows.shape[:2]
             # One product for each group: an einsum over all groups would copy all windows.
@@ -183,11 +184,6 @@ def _moments(model: Light, layers: list[_Layer], feeds: Iterable[Feed]) -> dict[
             previous_sums, previous_count = moments.get(layer.weight.name, (np.zeros_like(sums), 0))
             moments[layer.weight.name] = previous_sums + sums, previous_count + count
     return moments
-
-
-def _through_int8(data: Numbers, item: QuantValue) -> Numbers:
-    scale = np.float32(item.scales[0])
-    return np.asarray(np.clip(np.rint(data / scale), -LEVELS - 1, LEVELS) * scale, np.float32)
 
 
 def _windows(layer: _Layer, data: Numbers) -> Numbers:

@@ -1,5 +1,7 @@
 """Channels are evened out: the float model computes the same, and one scale serves all channels better."""
 
+import dataclasses
+
 import numpy as np
 import onnx
 import pytest
@@ -92,6 +94,17 @@ def test_the_float_model_computes_the_same_and_its_channels_are_alike(norms, sou
     assert ranges[1].max() / ranges[1].min() < 0.5 * ranges[0].max() / ranges[0].min()
     # Only the other kind of group is there.
     assert equalization.equalize(light, plan, [feed], norms=not norms).groups == 0
+
+
+def test_channels_in_uint8_are_evened_out_too():
+    body = "a = Conv (x, w) r = Relu (a) y = Conv (r, v)"
+    light, plan, feed = built(IMAGE, body, {"w": spread(conv(6, 3)), "v": conv(4, 6)})
+    unsigned = dataclasses.replace(plan, values=tuple(
+        dataclasses.replace(value, dtype="uint8", zero_point=128) if value.role == "activation" else value
+        for value in plan.values
+    ))  # fmt: skip
+    done = equalization.equalize(light, unsigned, [feed], norms=False)
+    assert done.scaled == {"a", "r"}
 
 
 NOT = {

@@ -6,8 +6,10 @@ import itertools
 import numpy as np
 import pytest
 
+from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan
 from layerline.graph.quantization import qdq, rounding
+from layerline.graph.quantization.qdq_placement import Rules, place
 from tests.graph import test_qdq
 from tests.graph.test_qdq import f32, run
 from tests.graph.test_range_choice import setup
@@ -59,6 +61,23 @@ def test_the_output_loses_less_than_with_the_nearest_steps(call, x_shape, w_shap
     assert np.abs(steps).max() < 127.01
     inside = np.abs(w) <= 127 * scales
     assert np.abs(steps - w / scales)[inside].max() < 1.001
+
+
+def test_inputs_in_uint8_are_taken_as_they_are_stored():
+    light, _, feed, _ = prepared("Gemm (x, w)", (300, 12), (12, 5))
+    histogram = Histogram()
+    histogram.update(feed["x"])
+    plan = qdq.plan(light, place(light, Rules(target="onnxruntime")), {"x": histogram, "y": histogram}, "minmax")
+    assert plan.value("x").zero_point != 0
+    # Half of the range is cut off, so that what is stored differs from the float values by far.
+    x = dataclasses.replace(plan.value("x"), scales=(plan.value("x").scales[0] / 2,))
+    values = tuple(x if value.name == "x" else value for value in plan.values)
+    plan = dataclasses.replace(plan, values=values)
+    stored = qdq.rounded(feed["x"], x)[0]
+    [layer] = rounding._layers(light, plan)
+    sums, count = rounding._moments(light, [layer], [feed])["w"]
+    assert count == 300 and np.abs(stored - feed["x"]).max() > 0.5
+    np.testing.assert_allclose(sums[0], stored.T @ stored, rtol=1e-4)
 
 
 def test_no_single_change_lessens_the_error():

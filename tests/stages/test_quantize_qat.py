@@ -16,7 +16,7 @@ from layerline.export import probe_files
 from layerline.export.signature import Signature, Value
 from layerline.graph.io import onnx_files
 from layerline.graph.quantization import own_qdq
-from layerline.pipeline.errors import StageError, TaskError
+from layerline.pipeline.errors import StageError, TaskError, Unavailable
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
@@ -236,6 +236,14 @@ def test_a_loss_that_uses_more_than_a_call_is_told(work):
     assert not task.log.steps, "nothing was calibrated before"
 
 
+def test_a_missing_device_is_told_before_anything_is_calibrated(work, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    task = work()
+    with pytest.raises(Unavailable, match="CUDA"):
+        Quantize(mode="qat", qat={"steps": 1, "device": "cuda"}).run(task)
+    assert not task.log.steps
+
+
 def test_training_data_is_needed(work):
     task = work("calib_data = train_data\ndel train_data\n")
     with pytest.raises(TaskError, match=r"train_data\(\)"):
@@ -257,7 +265,11 @@ g (float[n, 3, 6, 6] x) => (float[n, 4] y) <float s = {0.1}, int8 z = {0}> {
 
 
 def test_fields_that_belong_to_other_modes_are_refused():
-    for fields in ({"qat": {"steps": 1}}, {"mode": "qat", "bias_correction": True}, {"mode": "qat", "search": True}):
+    fields_of_others = [{"qat": {"steps": 1}}]
+    fields_of_others += [{"mode": "qat", "bias_correction": True}, {"mode": "qat", "search": True}]
+    for mode in ("fp16", "none"):
+        fields_of_others += [{"mode": mode, "bias_correction": True}, {"mode": mode, "repairs": ["equalize"]}]
+    for fields in fields_of_others:
         with pytest.raises(ValidationError):
             Quantize(**fields)
     Quantize(mode="qat", layers={"a": "fp16"})
