@@ -37,7 +37,7 @@ from layerline.training.state import checkpoint
 
 
 class ModelOptimizer:
-    """A policy layer around anyone's loop: model, loss and loop stay the user's.
+    """Adds policies to a training loop; model, loss and loop stay yours.
 
         mo = ModelOptimizer(model, {"optimizer": {"name": "adamw", "lr": 2e-3}, "training": {"ema_decay": 0.999}})
         for x, y in batches:
@@ -45,7 +45,7 @@ class ModelOptimizer:
                 loss = criterion(model(x), y)
             mo.step(loss)
 
-    Everything beyond stepping and watching is off until the configuration asks for it.
+    By default it steps the optimizer and watches. Everything else is off until the configuration asks for it.
 
     Args:
         model: a module, wrapped (compile, DDP) or not; or modules by name, each with an optimizer of its own (GAN).
@@ -119,12 +119,15 @@ class ModelOptimizer:
     # Stepping.
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The number format of the forward pass; nothing in fp32."""
+        """A context for the forward pass: torch.autocast in the type of `precision.amp`, or nothing in fp32."""
         return self._autocast()
 
     def backward(self, loss: Tensor, *, weight: float | None = None, only: str | None = None) -> None:
-        """Adds the gradients of `loss`; step() then ends the micro-batch. The window's gradient is Σ grad(loss) / Σ
-        weight, whatever the split; arguments are as for `step`."""
+        """Adds the gradients of `loss`; step() then ends the micro-batch.
+
+        The gradient of a window is Σ grad(loss) / Σ weight, however its samples are split into micro-batches. The
+        arguments are those of `step`.
+        """
         self._lane(only, "backward").backward(loss, weight)
 
     def step(
@@ -142,17 +145,19 @@ class ModelOptimizer:
 
         Args:
             loss: a mean over the micro-batch, or with `weight` a sum over that many samples or tokens.
-            samples: for the speed in the log (`samples_s`), where the weight counts something else.
+            weight: what `loss` sums over: the number of samples or tokens. Without it each micro-batch counts the same.
+            samples: number of samples, for the speed in the log (`samples_s`), if `weight` counts something else.
             closure: in place of the loss, for optimizers that evaluate it themselves (LBFGS, SAM): runs the model on
                 the batch and returns the loss.
-            only: the model, where there are several; so in all methods.
+            only: name of the model, if there are several. All methods take it.
 
         Returns:
-            What is true when the weights moved, and prints, formats and computes as the loss.
+            A number, the loss, that is true if the weights were updated.
 
         Raises:
             ConfigError: something that is no loss or weight, or the model holds its averages.
-            StageError: nothing has been finite for too long, there is nothing to step on, or gradients were cleared.
+            StageError: too many steps in a row were not finite, no parameter has a gradient, or the gradients of the
+                window were cleared.
         """
         lane = self._lane(only, "step")
         if closure is not None:
@@ -196,7 +201,7 @@ class ModelOptimizer:
         return self.step(loss, weight=weight, samples=samples, only=only)
 
     def flush(self) -> bool:
-        """Ends an epoch: a short last window steps, divided by what it holds."""
+        """Ends an epoch: steps on a short last window, divided by the micro-batches or weights that it has."""
         moved = [lane.flush() for lane in self.lanes.values()]
         return self._after(any(moved))
 
@@ -232,7 +237,7 @@ class ModelOptimizer:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, for a scheduler or a rate finder of one's own; of several models the first one's."""
+        """The optimizer, for a scheduler or rate finder of your own; of several models the first one's."""
         return self._main.optimizer
 
     @property
@@ -250,22 +255,22 @@ class ModelOptimizer:
 
     @property
     def current_lr(self) -> float:
-        """Rate of the coming update."""
+        """Learning rate of the next step."""
         return self._main.rate.current
 
     @property
     def loss_scale(self) -> float:
-        """1.0 unless fp16."""
+        """The loss scale of fp16; 1.0 in other formats."""
         return self._main.scale.value
 
     @property
     def global_step(self) -> int:
-        """Accepted optimizer steps (of the model that has most, where there are several)."""
+        """Number of accepted optimizer steps; of several models the largest number."""
         return max(lane.steps for lane in self.lanes.values())
 
     @property
     def warnings(self) -> list[str]:
-        """What the monitors had to say so far, in words."""
+        """The warnings so far, one sentence each."""
         texts = []
         for name, lane in self.lanes.items():
             texts += [f"{name}: {text}" if name else text for text in lane.monitor.warnings]
@@ -283,7 +288,7 @@ class ModelOptimizer:
 
     @contextmanager
     def ema(self) -> Iterator[None]:
-        """The averaged weights inside the block."""
+        """A context in which the model holds the averaged weights."""
         swapped = any(lane.ema is not None and lane.ema.swapped for lane in self.lanes.values())
         self.switch_to_ema()
         try:
@@ -302,7 +307,7 @@ class ModelOptimizer:
     # State.
 
     def register(self, name: str, thing: Any) -> None:
-        """Saves and loads `thing` (with state_dict() and load_state_dict()) with every checkpoint: data position, …"""
+        """Makes `thing`, an object with state_dict() and load_state_dict(), a part of every checkpoint."""
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(thing, method, None)):
                 raise ConfigError(f"{type(thing).__name__} has no {method}()", where=f"register {name!r}",
@@ -310,17 +315,26 @@ class ModelOptimizer:
         self.extras[name] = thing
 
     def save_ckpt(self, path: str | Path) -> Path:
-        """One file with everything that going on needs, written atomically: a `.safetensors` file, or one in a
-        folder, in which the newest `monitor.keep` checkpoints are kept."""
+        """Writes a checkpoint with everything that a resumed run needs, atomically, and returns its path.
+
+        Args:
+            path: a `.safetensors` file; or a folder, in which the newest `monitor.keep` checkpoints are kept.
+        """
         return checkpoint.save(self, Path(path))
 
     def load_ckpt(self, path: str | Path) -> Path:
-        """Goes on from a checkpoint, or from the newest sound one of a folder; a damaged one is skipped with a
-        warning. Where it does not fit the model, an error names the tensors."""
+        """Loads a checkpoint, or the newest sound one of a folder, and returns its path.
+
+        A damaged file in a folder is skipped with a warning.
+
+        Raises:
+            StageError: there is no sound checkpoint, or it does not fit; the error names the tensors, and nothing is
+                changed.
+        """
         return checkpoint.load(self, Path(path))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a checkpoint holds; tensors are not copies. Several ranks must all call it."""
+        """Everything that a checkpoint holds. Tensors are not copied. With several ranks, all must call it."""
         with ExitStack() as stack:
             for lane in self.lanes.values():
                 stack.enter_context(ema_swap.online(lane))
@@ -328,13 +342,15 @@ class ModelOptimizer:
         return {"tensors": tensors, "meta": meta}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict()` gave. Where it does not fit, a StageError says so and nothing is changed."""
+        """Loads a `state_dict()`. Raises StageError if it does not fit; then nothing is changed."""
         checkpoint.restore(self, {n: t.clone() for n, t in state["tensors"].items()}, state["meta"])
 
     def export(self) -> dict[str, Tensor]:
-        """Copies of the weights that would ship, by canonical name: averages where there are any, float32. A tied
-        tensor is there under each of its names. Of a sharded model they lie in CPU memory, and every rank has to call
-        it."""
+        """Copies of the weights that would ship, by canonical name.
+
+        They are float32, and averages if there are any. A tied tensor is listed under each of its names. Of a sharded
+        model they lie in CPU memory, and all ranks must call it.
+        """
         out: dict[str, Tensor] = {}
         for model, lane in self.lanes.items():
             prefix = f"{model}." if model else ""
@@ -344,8 +360,7 @@ class ModelOptimizer:
         return out
 
     def export_metrics(self, path: str | Path) -> None:
-        """Writes the rows so far as CSV; several models get one file each, `<stem>-<name>.csv`. Of several ranks the
-        first one writes."""
+        """Writes the log as CSV. Several models get a file each, `<stem>-<name>.csv`. Only rank 0 writes."""
         if self.ranks is not None and self.ranks.rank > 0:
             return
         target = Path(path)
@@ -361,13 +376,13 @@ class ModelOptimizer:
     def apply_mask(
         self, masks: Mapping[str, Tensor] | Gradual, *, replace: bool = False, only: str | None = None
     ) -> None:
-        """Zeroes weights now and after every accepted step, in the weights, their masters and the average. A weight
-        stays where all masks so far leave it; `replace` drops those before, so that what they held at zero is trained
-        again.
+        """Sets weights to zero, now and after every accepted step: in the model, the masters and the average.
 
         Args:
-            masks: True or 1 where a weight stays, by parameter name (`layerline.training.loop.masks` chooses some); or
-                `Gradual`, which chooses them while training goes on. `{}` with `replace` leaves none.
+            masks: by parameter name, True or 1 where a weight stays (`layerline.training.loop.masks` has functions that
+                choose them); or `Gradual`, which chooses them during training.
+            replace: drop the earlier masks first, so that their weights are trained again. Otherwise a weight stays
+                only if all masks keep it. `{}` with `replace` removes all masks.
         """
         lane = self._lane(only, "apply_mask")
         if lane.peers is not None:
@@ -378,9 +393,12 @@ class ModelOptimizer:
             lane.masks = Masks(lane, masks)
 
     def layer_memory_report(self, *inputs: Any, only: str | None = None, **named_inputs: Any) -> list[LayerMemory]:
-        """Bytes that each module holds: parameters, gradients, optimizer state, averages, activations. `inputs` are the
-        arguments of one forward pass, which is run to measure activations and leaves no trace; without them activations
-        are None, and several models are reported together."""
+        """Bytes that each module holds: parameters, gradients, optimizer state, averages and activations.
+
+        Args:
+            inputs, named_inputs: arguments of one forward pass, which is run to measure the activations and leaves the
+                state as it was. Without them activations are None, and several models are reported together.
+        """
         if only is None and len(self.lanes) > 1 and not (inputs or named_inputs):
             return [dataclasses.replace(row, module=f"{name}.{row.module}".rstrip("."))
                     for name, lane in self.lanes.items() for row in memory_report.report(lane)]  # fmt: skip
@@ -400,13 +418,17 @@ class ModelOptimizer:
         self._metric, self._validated = metric, only
 
     def validate(self, metric: Callable[[nn.Module], float], *, only: str | None = None) -> dict[str, float]:
-        """Measures the online weights and what would ship (EMA, masks, fake-quant) side by side: `online`, `deploy` and
-        their difference `gap`. Higher is better, unless `monitor.better` says otherwise. The model is in eval mode
-        meanwhile. A plateau schedule follows the metric of what would ship. A checkpoint that `save_interval` wrote
-        after this very step is written again, with the figures in it."""
+        """Measures the online weights and those that would ship (with EMA, masks and fake quantisation), in eval mode.
+
+        A higher metric is better, unless `monitor.better` says otherwise. A plateau schedule follows `deploy`. A
+        checkpoint that `save_interval` wrote after this step is written again, to contain the result.
+
+        Returns:
+            `online`, `deploy` and their difference `gap`.
+        """
         figures = ema_swap.validate(self._lane(only, "validate"), metric)
-        # The step from which on what ships is what was asked for: pruned to its share, averaged by SWA. A validation
-        # before it is measured on another kind of model, and can't be the best.
+        # Until pruning reaches its share and SWA begins to average, a validation measures another kind of model than
+        # the one that will ship, so it can't be the best.
         complete = [lane.masks.complete_at for lane in self.lanes.values() if isinstance(lane.masks, Masks)]
         if self.best is not None and self.global_step >= max(self.config.swa_start, *complete, 0):
             deployed = figures["deploy"]
@@ -425,7 +447,7 @@ class ModelOptimizer:
         return self.best is not None and self.best.should_stop
 
     def on_log(self, call: Callable[[dict[str, float]], object], *, only: str | None = None) -> None:
-        """Calls `call` with each row of the log from now on, as `wandb.log`. Of several ranks the first does."""
+        """Calls `call` (such as `wandb.log`) with each new row of the log. With several ranks, only rank 0 does."""
         self._lane(only, "on_log").monitor.track(call)
 
     def verify_accumulation(
@@ -436,9 +458,13 @@ class ModelOptimizer:
         micro: int = 0,
         only: str | None = None,
     ) -> AccumulationCheck:
-        """Whether accumulating over `micro` ragged parts of `batch` (by default `accumulate.steps`, at least 3)
-        gives the gradient of the whole, within a stated bound. `batch` is (inputs…, target) or a dict by input name,
-        and `loss` the mean loss of (model, batch)."""
+        """Compares the gradient of a batch with the one accumulated over parts of it, within a stated bound.
+
+        Args:
+            batch: (inputs…, target), or a dict by input name.
+            loss: the mean loss of (model, batch).
+            micro: number of parts, of unequal size; 0: `accumulate.steps`, at least 3.
+        """
         parts = micro or max(self.config.accumulate.steps, 3)
         return verify(self._lane(only, "verify_accumulation"), batch, loss, parts)
 
@@ -449,13 +475,19 @@ class ModelOptimizer:
         return plan_all(self.lanes) if only is None else plan(self._lane(only, "plan"))
 
     def prove_resume(self, steps: int, make: str, *, start: str | Path | None = None) -> Proof:
-        """Whether a run split over two processes, each of `steps` calls of step(), equals one in a single process, bit
-        for bit. The processes build everything anew with `make` (`module:function` or `file.py:function`, which returns
-        (ModelOptimizer, step)) and begin from the checkpoint `start`, where one is given. This object is left alone."""
+        """Compares a run that is resumed in a second process with one in a single process, bit for bit.
+
+        This object is not used or changed.
+
+        Args:
+            steps: calls of step() in each process.
+            make: `module:function` or `file.py:function`; the function returns (ModelOptimizer, step).
+            start: a checkpoint to begin from.
+        """
         return prove(make, steps, start=None if start is None else Path(start))
 
     def watch(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Hands on the loader's batches and counts the time spent waiting for them (`wait_rate`, and a warning)."""
+        """Yields the loader's batches and measures how long the loop waits for them (`wait_rate`, and a warning)."""
         start = time.perf_counter()
         for batch in loader:
             for lane in self.lanes.values():
@@ -464,7 +496,7 @@ class ModelOptimizer:
             start = time.perf_counter()
 
     def join(self) -> list[str]:
-        """Takes in parameters that the model has gained since (fake-quantisation scales, a new head); their names."""
+        """Trains parameters that were added to the model, such as a new head, from now on; returns their names."""
         check_apart({name: lane.model for name, lane in self.lanes.items()})
         names = []
         for lane in self.lanes.values():
@@ -472,7 +504,7 @@ class ModelOptimizer:
         return names
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelOptimizer:
-        """Another one over copies of the models, in the same state; it shares nothing with this one."""
+        """A ModelOptimizer over copies of the models, in the same state. It shares nothing with this one."""
         if self.ranks is not None:
             raise ConfigError("ranks train together, and a copy would be one more group", where="copy",
                               hint="save_ckpt, and load_ckpt in another run")  # fmt: skip
