@@ -53,7 +53,7 @@ class Light:
 
     @property
     def fed(self) -> list[onnx.ValueInfoProto]:
-        """Inputs that have to be fed: an old file lists what it stores among them."""
+        """The inputs that have to be fed. Files before ONNX IR 4 list their initializers as inputs, too."""
         stored = self.stored
         return [i for i in self.model.graph.input if i.name not in stored]
 

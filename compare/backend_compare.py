@@ -66,7 +66,7 @@ class Measured:
 
 
 class BackendSession:
-    """A session of a backend, whoever wrote it: what it raises and what it leaves out become errors that name it.
+    """A session of any backend. Its exceptions and missing outputs become errors that name the backend.
 
     Args:
         backend: opens the model.

@@ -53,7 +53,7 @@ class Axes:
         return self.resized(feed, {name: size for name, size in least.items() if self.size(feed, name) < size})
 
     def specs(self) -> dict[str, dict[int, Any]]:
-        """What the exporter is told, by input name and axis."""
+        """The dynamic shapes for torch.export, by input name and axis."""
         by_name: dict[str, Any] = {}
         for name, bound in self.bounds.items():
             by_name[name] = torch.export.Dim.DYNAMIC

@@ -1,1 +1,1 @@
-"""What runs when, and what it leaves: keys, artifacts, store, ledger, runner, reports. Imports no torch, no onnx."""
+"""The pipeline: keys, artifacts, store, ledger, runner and reports. Imports no torch, no onnx."""

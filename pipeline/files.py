@@ -143,7 +143,7 @@ class Hasher:
         return self._used[name]
 
     def save(self) -> None:
-        """Keeps for the next process what this one used, and the newest of what it didn't."""
+        """Writes the memo for the next process: the entries that this process used, and the newest of the others."""
         if self._path is None or self._used.keys() <= self._old.keys():
             return
         others = [(stamp, value) for stamp, value in self._old.items() if stamp not in self._used]

@@ -22,7 +22,7 @@ from layerline.pipeline.stage import Stage
 from layerline.pipeline.task import DATA_HOOKS
 
 CHECKPOINTS = "scratch/checkpoints"
-"""In a stage's working folder: what it goes on from."""
+"""In a stage's working folder: the checkpoints that an interrupted stage resumes from."""
 SETS = "sets.json"
 """In a stage's working folder: the overrides of the run that was last at work in it."""
 ORDER = "order"

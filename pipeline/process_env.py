@@ -104,7 +104,7 @@ def output() -> TextIO | None:
 
 
 def put_right() -> tuple[str, str] | None:
-    """Resets global settings of user code under which Layerline can't work; what it set and what to do instead."""
+    """Resets global settings of user code with which Layerline can't work; returns what was set, and a hint."""
     if sys.getrecursionlimit() < _RECURSION:
         sys.setrecursionlimit(_RECURSION)
     torch = sys.modules.get("torch")

@@ -8,7 +8,7 @@ Parts = Mapping[str, str]
 
 _UNSET = frozenset({None, "None", "", "[]", "{}"})
 _LONGEST = 24
-"""Characters of a value that is shown; a longer one is only said to have changed."""
+"""Greatest length of a value that is shown; of a longer one only the fact that it changed is."""
 
 
 def label(name: str) -> str:

@@ -151,9 +151,9 @@ class Runner:
         self._sequence = 0
 
     def run(self, names: Sequence[str] | None = None, *, force: bool = False) -> Outcome:
-        """Brings the named stages (None: all) and what they need up to date; with `force` the named ones even if fresh.
+        """Runs the named stages (None: all) and the stages that they need, if they are out of date.
 
-        A stage's own failure is in the outcome, not raised.
+        With `force` the named stages run even if they are fresh. A failure of a stage is in the outcome, not raised.
         """
         stages = self.project.stages if names is None else self.project.needed_for(names)
         if launched()[0] > 0:

@@ -1,4 +1,4 @@
-"""The user's task.py: found, imported and called so that a mistake in it is told as theirs, with its line."""
+"""Imports and calls the user's task.py. An error in it is reported as the user's, with its line."""
 
 from __future__ import annotations
 
@@ -224,9 +224,9 @@ _DISTRIBUTION = re.compile(r"[A-Za-z0-9._-]+")
 
 
 class Guard(MetaPathFinder):
-    """Keeps a project's `queue.py` or `onnx.py` from being imported by torch and Layerline in place of what they need.
+    """Keeps a project's `queue.py` or `onnx.py` from hiding the module of that name that torch or Layerline imports.
 
-    The project's folder comes first on the import path; for names of these the installed module stays the one.
+    The project's folder comes first on the import path. For such names the installed module is imported anyway.
     """
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ class Opens(Protocol):
 
 @dataclass(frozen=True)
 class Explained:
-    """What was found, and what it was measured on.
+    """The result of `pipe why`, and the data that it was measured on.
 
     Attributes:
         report: the verdict in its notes, and the tables "metric by stage", "causes" and "worst layers".
@@ -136,7 +136,7 @@ def _scores(project: Project, folders: Mapping[str, Path], log: Log) -> Any:
 
 
 def _unfinished(run: Run) -> list[str]:
-    """A sentence for each stage that ended in an error: nothing can be said of what it would have lost."""
+    """A sentence for each stage that ended in an error, since its accuracy is not known."""
     return [f"{stage} ended in an error, and was not evaluated: {error.error}" for stage, error in run.errors.items()]
 
 

@@ -211,7 +211,7 @@ class ImportOnnx(Stage):
         )
 
     def _adopt(self, root: Path, sources: Path, arrays: Mapping[str, Array]) -> Adopted:
-        """The model with names for everything, as it is and as the pipeline goes on with it; read from `sources`."""
+        """Reads the model from `sources` and names everything in it; as in the file, and as later stages use it."""
         from layerline.graph.io import module_identity, onnx_files
         from layerline.graph.io.wellformed import refuse_broken
         from layerline.onnx_import import normalize_import, symbolic_dims

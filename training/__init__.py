@@ -1,4 +1,4 @@
-"""Training as a policy layer around anyone's loop: ModelOptimizer and what it is made of."""
+"""Training policies around a loop of your own: ModelOptimizer and its parts."""
 
 from __future__ import annotations
 

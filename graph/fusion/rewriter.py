@@ -1,6 +1,6 @@
-"""Applies rewrite rules: names what they make, records what they do, removes what they leave unread.
+"""Applies rewrite rules: names the new nodes and values, records each firing, removes what is no longer read.
 
-A rule only says what becomes what. Three invariants hold after every firing, whichever rule fired:
+A rule only says which value replaces which. Three invariants hold after every firing, whichever rule fired:
 
 - every graph input and output is still there under its name;
 - a value that is still in the graph under its original name still has its original numbers: a replacement takes the
@@ -106,7 +106,8 @@ class Rewriting:
             self._inferred = len(self.firings)
 
     def finish(self) -> None:
-        """Shapes of the rewritten model; bodies take and give what the file said, where nothing is known."""
+        """Infers the shapes of the rewritten model. Inputs and outputs of bodies keep their declared shapes where
+        inference has none."""
         self.infer()
         for value, declared_shape in self._body_inputs:
             value.shape = value.shape or declared_shape
@@ -319,7 +320,7 @@ class Rewriting:
         nodes: Sequence[ir.Node],
         initializers: Sequence[ir.Value],
     ) -> None:
-        """Names everything made: replacements like what they replace, the rest like nothing before."""
+        """Names the new values and nodes: a replacement has the name of the old value, all others get fresh names."""
         assert node.graph is not None
         replaced_names = {new: old.name for old, new in pairs.items()}
         stem = next(iter(pairs)).name

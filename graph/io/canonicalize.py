@@ -1,4 +1,4 @@
-"""What has to be put straight before any rule looks at a foreign model; each change is told in a note."""
+"""Brings a foreign model into the form that the fusion rules expect. Each change is reported in a note."""
 
 from __future__ import annotations
 

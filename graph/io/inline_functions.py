@@ -62,9 +62,9 @@ def _function_names(model: onnx.ModelProto) -> str:
 
 
 def refuse_endless(model: onnx.ModelProto) -> None:
-    """Refuses functions that call themselves, or call each other until no memory holds what they come to.
+    """Refuses functions that call themselves, and functions that would be too large to inline.
 
-    Counted, not written out: forty functions, each of which calls the next one twice, come to 2^40 nodes.
+    Nodes are counted without inlining: forty functions that each call the next one twice come to 2^40 nodes.
 
     Raises:
         StageError: names the function.

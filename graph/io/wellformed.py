@@ -1,7 +1,7 @@
-"""What makes a file no ONNX at all, told by node: a value that nothing computes or that is defined twice, an operator
-set that is not imported, functions without an end.
+"""Refuses files that are no valid ONNX for any runtime: a value that nothing computes or that is defined twice, an
+operator set that is not imported, recursive functions. The error names the node.
 
-onnx's checker refuses more than that, files that every runtime runs among them; these no runtime takes.
+onnx's own checker is stricter and refuses files that every runtime runs.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class Calibrated:
         )
 
     def corrected(self) -> Calibrated:
-        """The same with its biases corrected, where the outputs gain by that; a note tells what they gain."""
+        """The same model with corrected biases, if the outputs gain by it; a note says how much."""
         shifts = range_choice.shifts(self.model, self.plan, self.feeds, self.rounded.arrays)
         quantized = qdq.apply(self.model, self.plan, self.rounded.arrays)
         kept, gain = measured_plan.corrected(self.model, quantized, shifts, self.feeds)

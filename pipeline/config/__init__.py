@@ -1,1 +1,1 @@
-"""pipe.yaml: read within bounds, checked, and mistakes told by line and field."""
+"""pipe.yaml: read within bounds and checked. Errors name the line and the field."""

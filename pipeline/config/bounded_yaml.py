@@ -121,7 +121,7 @@ def plain(value: Any) -> Any:
 
 
 def _loader() -> YAML:
-    """The round-trip loader, with a line for what it can't turn into a value: a date of a 13th month, a broken tag."""
+    """The round-trip loader. Errors name the line of a text that is no valid value, such as a date in a 13th month."""
     from ruamel.yaml import YAML
     from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
     from ruamel.yaml.error import YAMLError

@@ -1,4 +1,4 @@
-"""pipe.yaml, read: the project's stages and the whole configuration of each. Mistakes are told by line and field."""
+"""Reads pipe.yaml: the project's stages and the whole configuration of each. Errors name the line and the field."""
 
 from __future__ import annotations
 

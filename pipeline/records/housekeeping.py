@@ -22,7 +22,7 @@ _COUNTED = {"ledger/runs": "run", "store": "artifact", "work": "unfinished stage
 
 @dataclass(frozen=True)
 class Problem:
-    """Something in the state that is not what it was when written."""
+    """A file of the state folder that is damaged or was changed."""
 
     what: str
     fault: str

@@ -180,7 +180,7 @@ class Ledger:
         yield from (run for _, run in self._sorted_runs())
 
     def put_run(self, run: Run) -> None:
-        """Files a run, or its next state while it goes on."""
+        """Writes a run, also while it is still going on."""
         self._write(self._runs / f"{run.id}.json", _to_json(run))
 
     def next_sequence(self) -> int:

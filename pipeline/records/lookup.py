@@ -68,7 +68,7 @@ def asked_for(project: Project, names: Sequence[str]) -> list[str] | None:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A stage's record, and the newest run it belongs to; None where no run is left that says so."""
+    """A stage's record, and the newest run that it belongs to; None if all such runs are removed."""
 
     record: Record
     run: Run | None
@@ -122,7 +122,7 @@ def _one_choice(project: Project, run_id: str | None) -> None:
 
 
 def _from_key(planner: Planner, stage: str) -> Record:
-    """What the project as it stands gave: no run may be left that says so, yet its result may be there."""
+    """The record of a stage with the project's present code and settings, which may outlive all runs that name it."""
     record = next(s.record for s in planner.steps() if s.stage.name == stage)
     if record is None:
         asked = as_options(planner.project.sets)

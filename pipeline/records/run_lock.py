@@ -57,7 +57,8 @@ def _is_left(folder: Path) -> bool:
 
 @contextmanager
 def at_work(state: Path) -> Iterator[bool]:
-    """Held by a run to its last look at the store; gives whether an earlier one never came to its end, told once."""
+    """A lock that a run holds until it has last used the store. Yields whether an earlier run was killed; each
+    killed run is reported once."""
     folder = state / _RUNNING
     mark = folder / f"{os.getpid()}-{secrets.token_hex(4)}.lock"
     broken: list[Path] = []

@@ -103,7 +103,7 @@ def _parts(batch: Any, count: int) -> Iterator[tuple[Any, float]]:
 
 
 def _halve(lane: LaneState, samples: int, count: int) -> None:
-    """Halves the parts of this and all later micro-batches, and says so."""
+    """Halves the parts of this and all later micro-batches, with a warning."""
     largest = -(-samples // count)
     lane.largest_part = -(-largest // 2)
     gc.collect()

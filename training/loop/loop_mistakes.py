@@ -71,7 +71,7 @@ def explain_memory(lane: LaneState, error: BaseException) -> None:
 
 
 def explain_backward(lane: LaneState, error: BaseException) -> None:
-    """What a backward pass raised, said in the loop's terms where it can be."""
+    """Replaces an error of the backward pass by one that names the line of the loop to change, if it is a known one."""
     explain_memory(lane, error)
     if isinstance(error, RuntimeError) and "through the graph a second time" in str(error):
         raise ConfigError("a backward pass has gone through the graph of this loss already", where="loss",

@@ -1,7 +1,7 @@
-"""What the user does to a model after ModelOptimizer was made: it is followed, taken in by join(), or refused by name.
-Unnoticed, a replaced parameter would not be trained and be saved untrained, and a moved one would leave its average
-behind. The model is searched for changes when a gradient is missing, now and then, and before weights are saved,
-switched or exported."""
+"""Changes to a model after ModelOptimizer was made: they are followed, taken in by join(), or refused by name. Without
+this a replaced parameter would be saved untrained, and one that moved to another device would lose its average.
+The model is searched for changes when a gradient is missing, now and then, and before weights are saved, switched or
+exported."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _ANEW = "change, move or load the model first (load_state_dict without assign=Tr
 
 
 def refresh(lane: LaneState, *, warn: bool = True) -> None:
-    """Looks the model through and follows what its owner did to it: buffers that are new tensors, other names, layers
-    without statistics, half weights that were written to. Warns of parameters that nobody trains."""
+    """Searches the model for changes and follows them: buffers that are new tensors, other names, layers without
+    statistics, half weights that were written to. Warns of parameters that require a gradient and are not trained."""
     if lane.peers is not None:
         lane.peers.release()  # a sharded unit that is whole at the moment holds other tensors
     lane.named = named(lane.model)

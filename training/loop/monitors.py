@@ -98,7 +98,7 @@ class Monitor:
 
     @property
     def warnings(self) -> list[str]:
-        """A sentence for each kind, as it was first said, and how often its cause came back."""
+        """One sentence for each kind of warning, as first given, with the number of times its cause occurred."""
         times = {key: f" ({count} times)" for key, count in self._times.items() if count > 1}
         return [text + times.get(key, "") for key, text in self._said.items()]
 
@@ -275,7 +275,7 @@ class Monitor:
         self._reviewed, self._waited_then = now, self.waited
 
     def warn(self, key: str, text: str) -> None:
-        """Counts a warning, unless the last one of this `key` still holds; the first one of each key is also said."""
+        """Counts a warning, unless the last one of this `key` still holds. The first one of each key is also logged."""
         if key in self._active:
             return
         self._active.add(key)

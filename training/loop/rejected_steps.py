@@ -1,5 +1,5 @@
-"""A step whose loss or gradient is not finite: counted, told and undone. Nothing of it stays but a smaller loss scale.
-What follows several in a row is decided here, or by `triage.Judge` where the lane has one."""
+"""Handles a step whose loss or gradient is not finite: it is counted, reported and undone, except for a smaller loss
+scale. What happens after several in a row is decided here, or by `triage.Judge` if the lane has one."""
 
 from __future__ import annotations
 

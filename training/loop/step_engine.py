@@ -34,7 +34,7 @@ _TRAINED = attrgetter("requires_grad")
 
 
 class Lane(LaneState):
-    """Steps a model; see `LaneState` for what it holds and takes."""
+    """Steps one model; `LaneState` has its attributes and arguments."""
 
     def __init__(self, model: nn.Module, config: Config, optimizer: Any = None, *, shared: bool = False) -> None:
         super().__init__(model, config, optimizer, shared=shared)
@@ -160,7 +160,7 @@ class Lane(LaneState):
             self._evaluation = None
 
     def flush(self) -> bool:
-        """Steps on what a short last window holds, divided by what it holds. True when the weights moved."""
+        """Steps on a short last window, divided by the micro-batches or weights in it. True if the weights moved."""
         if self.window.untouched:
             return False
         self.refuse_averages("flush")

@@ -22,7 +22,7 @@ class Strides:
         self._fused = False
 
     def settled(self, grads: Sequence[Tensor]) -> bool:
-        """Whether nothing differs, as far as can be told in little time: with a gradient of each parameter."""
+        """Whether all strides are as they were last settled; a quick test by the gradients and parameters alone."""
         now = self._settled
         return [g.stride() for g in grads] == now and [p.stride() for p in self._params] == now
 

@@ -66,7 +66,7 @@ def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Rank
 
 
 def attach(lane: Lane, ranks: Ranks | None, roll_back: Callable[[], str | None]) -> None:
-    """Gives a new lane its peers, and its judge of steps that are not finite."""
+    """Gives a new lane what the other ranks and the policy for non-finite steps need."""
     config = lane.config
     if ranks is not None:
         from layerline.training.distributed.data_parallel import Replicas
@@ -86,7 +86,8 @@ def attach(lane: Lane, ranks: Ranks | None, roll_back: Callable[[], str | None])
 
 
 def _check_group(group: Ranks, config: Config, param: nn.Parameter, *, split: bool) -> None:
-    """Refuses a group that cannot send from where parameters lie: gloo shards CPU memory, NCCL sends from GPUs."""
+    """Refuses a process group whose backend can't reach the parameters: gloo shards only CPU memory, NCCL sends
+    only from GPUs."""
     shard = config.distributed.shard != "none"
     device = device_of(param).type
     sends_from_cpu = config.distributed.offload if shard else device != param.device.type

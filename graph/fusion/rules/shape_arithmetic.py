@@ -1,7 +1,7 @@
-"""Shape arithmetic that is known before any run, Reshapes that say what they mean, and two shape changes in one.
+"""Shape arithmetic with a known result, Reshapes to computed shapes, and pairs of Reshapes or Transposes.
 
-What a shape tensor holds is followed by name (shape_inference.py), so a Reshape to [Shape(x)[0], Shape(x)[1], 12, 64]
-becomes a Reshape to the stored tensor [0, 0, 12, 64] and stays right at every size.
+The content of a shape tensor is followed by name (shape_inference.py), so a Reshape to
+[Shape(x)[0], Shape(x)[1], 12, 64] becomes a Reshape to the stored tensor [0, 0, 12, 64] and stays right at every size.
 """
 
 from __future__ import annotations
