@@ -8,12 +8,13 @@ from dataclasses import replace
 
 from layerline.backends.base import Feed
 from layerline.backends.light import Model, split
-from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.compare.compare_models import Comparison, why_two_sessions
 from layerline.compare.comparison_graph import effects_graph
 from layerline.compare.pair_metrics import distance, trusted
 from layerline.compare.tensor_distance import Distance
 from layerline.graph.analysis.rounding_noise import drawn
+from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import EFFECT, OWN, Report, decibels
 
 LAYERS = 128
@@ -48,8 +49,9 @@ def effects(reference: Model, candidate: Model, feeds: Sequence[Feed], values: C
         values: names of values that both models have, those first that matter most.
 
     Returns:
-        By value; Inf where an output is not finite. Empty where the two models can't share a graph. Without values that
-        reach no output that can be measured.
+        By value; Inf where an output is not finite or gets another shape. Empty where the two models can't share a
+        graph. Without values that reach no output that can be measured, and those beside a value with which the
+        reference can't run.
     """
     light_a, light_b = split(reference), split(candidate)
     if why_two_sessions(light_a.model, light_b.model) is not None:
@@ -61,7 +63,9 @@ def effects(reference: Model, candidate: Model, feeds: Sequence[Feed], values: C
     output_names = {output.name for output in light_a.model.graph.output} - random.keys()
     outputs = [index for index, pair in enumerate(pairs) if pair.a in output_names and pair.dtype_a and pair.dtype_b]
     index_of = {pair.a: index for index, pair in enumerate(pairs) if pair.dtype_a and pair.dtype_b}
-    layers = [index_of[name] for name in values if name in index_of][:LAYERS]
+    # An output may also be an input or a stored tensor, which no node computes anew.
+    computed = {name for node in light_b.model.graph.node for name in node.output}
+    layers = [index_of[name] for name in values if name in index_of and pairs[index_of[name]].b in computed][:LAYERS]
     if not layers or not outputs or not comparison.one_graph:
         return {}
     feeds = feeds[: max(1, RUNS // len(layers))]
@@ -71,12 +75,12 @@ def effects(reference: Model, candidate: Model, feeds: Sequence[Feed], values: C
         part = layers[start : start + step]
         for whole in (False, True):
             session = runtime.open(effects_graph(light_a, light_b, pairs, part, outputs, whole=whole))
-            totals: dict[str, Distance] = {}
-            for feed in feeds:
-                results = session.run({name: array for name, array in feed.items() if name in session.inputs})
-                # `<layer>/<output>`, of which there are columns.
-                for tag in dict.fromkeys(name.rpartition("/")[0] for name in results):
-                    totals[tag] = totals.get(tag, Distance()) + distance(results, tag)
+            try:
+                totals = _totals(session, feeds)
+            except StageError:
+                # A layer changes the size of an output, which numpy can tell, or of what a node behind it takes.
+                totals = {}
+                continue
             measured = {tag: pairs[int(tag.split("/")[1])] for tag in totals}
             if all(pair.small or trusted(pair, totals[tag]) for tag, pair in measured.items()):
                 break
@@ -84,6 +88,16 @@ def effects(reference: Model, candidate: Model, feeds: Sequence[Feed], values: C
             name = pairs[int(tag.split("/")[0])].a
             shares[name] = shares.get(name, 0.0) + _share(total)
     return shares
+
+
+def _totals(session: OrtSession, feeds: Sequence[Feed]) -> dict[str, Distance]:
+    totals: dict[str, Distance] = {}
+    for feed in feeds:
+        results = session.run({name: array for name, array in feed.items() if name in session.inputs})
+        # `<layer>/<output>`, of which there are columns.
+        for tag in dict.fromkeys(name.rpartition("/")[0] for name in results):
+            totals[tag] = totals.get(tag, Distance()) + distance(results, tag)
+    return totals
 
 
 def _share(total: Distance) -> float:

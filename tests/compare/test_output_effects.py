@@ -50,6 +50,30 @@ def test_an_output_with_nan_gives_an_infinite_share_and_one_that_is_not_reached_
     assert shares == {"h": 0.0, "a": math.inf}
 
 
+def test_an_output_that_no_node_computes_has_no_effect_of_its_own():
+    net = model("g (float[n, 8] x) => (float[n, 8] x, float[n, 8] y) { y = Relu (x) }")
+    other = model("g (float[n, 8] x) => (float[n, 8] x, float[n, 8] y) { y = Abs (x) }")
+    negative = np.minimum(X, 0)
+    expected = (negative**2).sum() / (np.maximum(X, 0) ** 2).sum()
+    assert effects(net, other, [{"x": X}], ["x", "y"]) == {"y": pytest.approx(expected, rel=1e-5)}
+
+
+def test_a_layer_that_changes_the_size_of_an_output_has_an_infinite_share():
+    body = "{ r = %s (x) p = NonZero (r) t = Transpose <perm = [1, 0]> (p) y = GatherND (x, t) }"
+    net = model("g (float[n, 8] x) => (float[k] y) " + body % "Relu")
+    other = model("g (float[n, 8] x) => (float[k] y) " + body % "Abs")
+    assert effects(net, other, [{"x": X}], ["r", "y"]) == {"r": math.inf, "y": 0.0}
+
+
+def test_a_layer_with_which_the_reference_fails_has_no_share():
+    # The sum takes as many elements as x has positive ones.
+    body = "{ r = %s (x) p = NonZero (r) t = Transpose <perm = [1, 0]> (p) s = GatherND (x, t) y = Add (s, k) }"
+    positive = X[X > 0]
+    net = model("g (float[n, 8] x) => (float[m] y) " + body % "Relu", k=positive)
+    other = model("g (float[n, 8] x) => (float[m] y) " + body % "Abs", k=positive)
+    assert effects(net, other, [{"x": X}], ["r"]) == {}
+
+
 def test_models_that_share_no_graph_have_no_effects():
     old = model("g (float[n, 8] x) => (float[n, 8] y) { y = Relu (x) }")
     new = model("g (float[n, 8] x) => (float[n, 8] y) { y = Relu (x) }")
