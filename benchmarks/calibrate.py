@@ -133,8 +133,8 @@ def measure(side: str, model: str, samples: int, calibrator: str) -> dict[str, f
         calibrator,
     ]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return measured
 
 
 def main() -> None:
@@ -158,8 +158,8 @@ def main() -> None:
         resnet18(model)
         runs: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
         for _ in range(chosen.repeat):
-            for name, found in runs.items():
-                found.append(measure(name, str(model), chosen.samples, chosen.calibrator))
+            for name, measurements in runs.items():
+                measurements.append(measure(name, str(model), chosen.samples, chosen.calibrator))
     line: dict[str, object] = {
         "benchmark": "calibrate", "samples": chosen.samples, "calibrator": chosen.calibrator,
         "peer_is": "onnxruntime quantize_static",

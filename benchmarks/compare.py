@@ -74,12 +74,12 @@ def ours(folder: Path, count: int) -> int:
 def peer(folder: Path, count: int) -> int:
     from onnxruntime.quantization import qdq_loss_debug as debug
 
-    found: list[Any] = []
+    activations: list[Any] = []
     for name in ("float", "qdq"):
         tapped = folder / f"{name}_tapped.onnx"
         debug.modify_model_output_intermediate_tensors(str(folder / f"{name}.onnx"), str(tapped))
-        found.append(debug.collect_activations(str(tapped), _Reader(count)))
-    matched = debug.create_activation_matching(found[1], found[0])
+        activations.append(debug.collect_activations(str(tapped), _Reader(count)))
+    matched = debug.create_activation_matching(activations[1], activations[0])
     return len(debug.compute_activation_error(matched))
 
 

@@ -98,8 +98,8 @@ def resnet18(folder: Path) -> None:
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), folder / "model.onnx"
     )
     output = Value(name="y", dtype="float32", shape=("batch", 512, 1, 1))
-    given = Value(name="x", dtype="float32", shape=tuple(shape))
-    Signature(inputs=(given,), outputs=(output,), dims={"batch": Dim(max=8)}).save(folder)
+    input_value = Value(name="x", dtype="float32", shape=tuple(shape))
+    Signature(inputs=(input_value,), outputs=(output,), dims={"batch": Dim(max=8)}).save(folder)
     probe_files.save(folder, [{"x": np.zeros((2, 3, 224, 224), np.float32)}])
 
 

@@ -210,7 +210,7 @@ class Planted:
     patch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
-class Workshop:
+class Projects:
     """Trains the networks once and makes copies of their projects."""
 
     def __init__(self, folder: Path) -> None:
@@ -300,14 +300,16 @@ def network(seed: int, of: Sequence[str] = ("convolutions", "linear", "efficient
     return of[seed % len(of)]
 
 
-def range_everywhere(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def range_everywhere(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     """All ranges are cut at a low percentile."""
-    path = shop.copy(network(seed, tuple(NETS)), seed)
+    path = projects.copy(network(seed, tuple(NETS)), seed)
     with_settings(path, f"{{calibrator: percentile, percentile: {rng.integers(50, 75)}}}")
     return Planted(path=path, stage="quantize", causes=("clipped range",))
 
 
-def one_range(shop: Workshop, seed: int, rng: np.random.Generator, factor: float, causes: tuple[str, ...]) -> Planted:
+def one_range(
+    projects: Projects, seed: int, rng: np.random.Generator, factor: float, causes: tuple[str, ...]
+) -> Planted:
     """The scale of one activation is multiplied."""
     places: set[str] = set()
     tuned = measured_plan.tuned
@@ -324,20 +326,20 @@ def one_range(shop: Workshop, seed: int, rng: np.random.Generator, factor: float
         places.update([value.name, value.module])
         return dataclasses.replace(result, plan=dataclasses.replace(result.plan, values=tuple(values)))
 
-    path = shop.copy(network(seed, tuple(NETS)), seed)
+    path = projects.copy(network(seed, tuple(NETS)), seed)
     patch = partial(mock.patch.object, measured_plan, "tuned", faulty)
     return Planted(path=path, stage="quantize", causes=causes, layers=places, patch=patch)
 
 
-def clipped_value(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
-    return one_range(shop, seed, rng, 1 / 10, ("clipped range",))
+def clipped_value(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
+    return one_range(projects, seed, rng, 1 / 10, ("clipped range",))
 
 
-def coarse_scale(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
-    return one_range(shop, seed, rng, 60, ("range far beyond the data",))
+def coarse_scale(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
+    return one_range(projects, seed, rng, 60, ("range far beyond the data",))
 
 
-def large_channel(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def large_channel(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     """A channel that is never active has weights 400 times as large, under one scale a tensor."""
     net = network(seed, ("convolutions", "linear"))
     layer = int(rng.integers(1, 3))
@@ -351,21 +353,21 @@ def large_channel(shop: Workshop, seed: int, rng: np.random.Generator) -> Plante
             weights[f"body.{2 * layer + 1}.weight"][channel] *= 400
             weights[f"body.{2 * layer + 1}.bias"][channel] = -20000
 
-    path = shop.with_weights(net, seed, change, "{per_channel: false}")
+    path = projects.with_weights(net, seed, change, "{per_channel: false}")
     place = f"body.{3 * layer if net == 'convolutions' else 2 * layer + 1}"
     return Planted(path=path, stage="quantize", causes=("uneven weight channels",), layers={place})
 
 
-def other_scale(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def other_scale(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     """Calibration data that was not divided by 255."""
-    path = shop.copy(network(seed), seed)
+    path = projects.copy(network(seed), seed)
     append(path, f"def calib_data():\n    return train_data()[0] * {rng.choice([127.5, 255])}\n")
     return Planted(path=path, stage="quantize", causes=("calibration data",))
 
 
-def one_class(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def one_class(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     """Calibration on the class with the darkest images alone, where brightness differs by class."""
-    path = shop.new(network(seed), seed)
+    path = projects.new(network(seed), seed)
     edit_task(path, "    return (table.images[order] / 16)", BRIGHTNESS)
     with (path / "pipe.yaml").open("a") as file:
         file.write("ema: {weights: online}\n")
@@ -375,7 +377,7 @@ def one_class(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
     return Planted(path=path, stage="quantize", causes=("calibration data unlike eval_data()", "one class lost most"))
 
 
-def overflow(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def overflow(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     """A hidden value exceeds 65504 on bright images, which calibration has none of."""
     images = pixels()
     first = int(rng.integers(0, 2))
@@ -394,15 +396,15 @@ def overflow(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
         weights[f"{after}.bias"] *= factor**0.5
         weights[f"{last}.weight"] /= factor**0.5
 
-    path = shop.with_weights("linear", seed, change, "{mode: fp16}")
+    path = projects.with_weights("linear", seed, change, "{mode: fp16}")
     edit_task(path, "return pixels[1200:], t", "pixels[1200::10] *= 3\n    return pixels[1200:], t")
     return Planted(path=path, stage="quantize", causes=("overflow of half precision",), layers=places)
 
 
-def rare_nan(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def rare_nan(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     """A square root of a number that is negative for a few images."""
     net = network(seed)
-    path = shop.with_weights(net, seed, lambda _: None)
+    path = projects.with_weights(net, seed, lambda _: None)
     body = {"efficientnet": "self.stem(x)", "vit": "self.patch(x)"}.get(net, "self.body(x)")
     sums = pixels().sum((1, 2, 3))
     limit = float(np.quantile(sums, rng.uniform(0.96, 0.98)))
@@ -411,9 +413,9 @@ def rare_nan(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
     return Planted(path=path, stage="import-weights", causes=("values that are not finite",))
 
 
-def stale_statistics(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def stale_statistics(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     """The average has the statistics of one BatchNorm from the first step."""
-    path = shop.new("convolutions", seed)
+    path = projects.new("convolutions", seed)
     name = f"body.{3 * int(rng.integers(0, 4)) + 1}"
     load = checkpoint.weights
 
@@ -428,23 +430,24 @@ def stale_statistics(shop: Workshop, seed: int, rng: np.random.Generator) -> Pla
     return Planted(path=path, stage="ema", causes=("stale BatchNorm statistics",), layers={name}, patch=patch)
 
 
-def lagging_average(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
-    path = shop.new(network(seed), seed, f"training: {{ema_decay: {rng.choice([0.9998, 0.9999])}, ema_warmup: false}}")
+def lagging_average(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
+    training = f"training: {{ema_decay: {rng.choice([0.9998, 0.9999])}, ema_warmup: false}}"
+    path = projects.new(network(seed), seed, training)
     return Planted(path=path, stage="ema", causes=("the average lags behind",))
 
 
-def late_divergence(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def late_divergence(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     """The targets of the last fifth of the steps are wrong."""
-    path = shop.new(network(seed), seed)
+    path = projects.new(network(seed), seed)
     edit_task(path, "def loss(net, batch):", "STEPS = [0]\n\ndef loss(net, batch):\n    STEPS[0] += 1")
     wrong = f"    if STEPS[0] > 240:\n        targets = (targets + {rng.integers(1, 10)}) % 10\n"
     edit_task(path, "    return nn.functional", f"{wrong}    return nn.functional")
     return Planted(path=path, stage="train", causes=("training got worse at the end",))
 
 
-def stale_layer(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def stale_layer(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     """The average has the weights of one layer from the first step."""
-    path = shop.new(network(seed, tuple(NETS)), seed)
+    path = projects.new(network(seed, tuple(NETS)), seed)
     draw = rng.random()
     load = checkpoint.weights
     places: set[str] = set()
@@ -463,9 +466,9 @@ def stale_layer(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
     return Planted(path=path, stage="ema", causes=causes, layers=places, patch=patch)
 
 
-def noise_calibration(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def noise_calibration(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     """Calibration data is noise of the images' size."""
-    path = shop.copy(network(seed), seed)
+    path = projects.copy(network(seed), seed)
     scale = rng.choice([0.02, 0.1])
     noise = f"np.abs({scale} * np.random.default_rng(0).standard_normal((200, 1, 8, 8))).astype(np.float32)"
     append(path, f"def calib_data():\n    return {noise}\n")
@@ -494,7 +497,7 @@ def changed(tensor: onnx.TensorProto, change: Callable[[np.ndarray], np.ndarray]
 
 
 def in_graph(
-    shop: Workshop,
+    projects: Projects,
     seed: int,
     rng: np.random.Generator,
     stage: str,
@@ -526,7 +529,7 @@ def in_graph(
             return dataclasses.replace(result, model=light.model, weights=light.weights)
         return light if stage == "quantize" else dataclasses.replace(result, light=light)
 
-    path = shop.copy(network(seed, nets), seed)
+    path = projects.copy(network(seed, nets), seed)
     if stage != "quantize":
         # The copy has results of the stage before the fault.
         with (path / "pipe.yaml").open("a") as file:
@@ -572,7 +575,7 @@ def attribute(node: onnx.NodeProto, name: str, value: Any) -> None:
 PARITY = ("a value differs from the stage before",)
 
 
-def wrong_epsilon(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def wrong_epsilon(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     epsilon = float(rng.choice([0.1, 0.5]))
 
     def edit(_: onnx.ModelProto, node: onnx.NodeProto) -> None:
@@ -582,31 +585,31 @@ def wrong_epsilon(shop: Workshop, seed: int, rng: np.random.Generator) -> Plante
         return node.op_type in ("BatchNormalization", "LayerNormalization")
 
     nets = ("convolutions", "efficientnet", "vit", "bert")
-    return in_graph(shop, seed, rng, "export", edit, fits, PARITY, nets)
+    return in_graph(projects, seed, rng, "export", edit, fits, PARITY, nets)
 
 
-def swapped_channels(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def swapped_channels(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     def edit(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
         changed(weight_of(model, node), lambda array: np.roll(array, 1, 0))
 
-    return in_graph(shop, seed, rng, "export", edit, has_weight, PARITY)
+    return in_graph(projects, seed, rng, "export", edit, has_weight, PARITY)
 
 
-def transposed_weight(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def transposed_weight(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     def edit(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
         changed(weight_of(model, node), np.transpose)
 
-    return in_graph(shop, seed, rng, "export", edit, is_square, PARITY, ("linear", "vit", "bert"))
+    return in_graph(projects, seed, rng, "export", edit, is_square, PARITY, ("linear", "vit", "bert"))
 
 
-def dropped_bias(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def dropped_bias(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     def edit(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
         changed(weight_of(model, node, 2), np.zeros_like)
 
-    return in_graph(shop, seed, rng, "export", edit, has_bias, PARITY, ("linear", "efficientnet", "vit"))
+    return in_graph(projects, seed, rng, "export", edit, has_bias, PARITY, ("linear", "efficientnet", "vit"))
 
 
-def wrong_padding(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def wrong_padding(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     def edit(_: onnx.ModelProto, node: onnx.NodeProto) -> None:
         attribute(node, "pads", [2, 2, 0, 0])
 
@@ -614,10 +617,10 @@ def wrong_padding(shop: Workshop, seed: int, rng: np.random.Generator) -> Plante
         pads = [list(item.ints) for item in node.attribute if item.name == "pads"]
         return node.op_type == "Conv" and pads == [[1, 1, 1, 1]]
 
-    return in_graph(shop, seed, rng, "export", edit, fits, PARITY, ("convolutions", "efficientnet"))
+    return in_graph(projects, seed, rng, "export", edit, fits, PARITY, ("convolutions", "efficientnet"))
 
 
-def baked_axis(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def baked_axis(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     """A reshape to the batch size of the example."""
 
     def edit(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
@@ -631,11 +634,11 @@ def baked_axis(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
     def fits(model: onnx.ModelProto, node: onnx.NodeProto) -> bool:
         return node.output[0] == model.graph.output[0].name
 
-    planted = in_graph(shop, seed, rng, "export", edit, fits, (*PARITY, "module itself"))
+    planted = in_graph(projects, seed, rng, "export", edit, fits, (*PARITY, "module itself"))
     return dataclasses.replace(planted, layers=())
 
 
-def folded_constant(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def folded_constant(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     """fuse folds a factor into some channels of a weight that is a few per cent too large."""
     factor = np.float32(rng.uniform(1.02, 1.3))
 
@@ -646,22 +649,22 @@ def folded_constant(shop: Workshop, seed: int, rng: np.random.Generator) -> Plan
 
         changed(weight_of(model, node), change)
 
-    return in_graph(shop, seed, rng, "fuse", edit, has_weight, PARITY)
+    return in_graph(projects, seed, rng, "fuse", edit, has_weight, PARITY)
 
 
-def folded_bias(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def folded_bias(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     """fuse loses a bias."""
 
     def edit(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
         changed(weight_of(model, node, 2), np.zeros_like)
 
-    return in_graph(shop, seed, rng, "fuse", edit, has_bias, PARITY)
+    return in_graph(projects, seed, rng, "fuse", edit, has_bias, PARITY)
 
 
 ARITHMETIC = ("the model computes otherwise than its plan",)
 
 
-def wrong_zero_point(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def wrong_zero_point(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     """Q and DQ of one value have zero points that differ."""
     number = rng.choice([-40, 40])
 
@@ -672,10 +675,10 @@ def wrong_zero_point(shop: Workshop, seed: int, rng: np.random.Generator) -> Pla
     def fits(_: onnx.ModelProto, node: onnx.NodeProto) -> bool:
         return node.op_type == "QuantizeLinear"
 
-    return in_graph(shop, seed, rng, "quantize", edit, fits, ARITHMETIC)
+    return in_graph(projects, seed, rng, "quantize", edit, fits, ARITHMETIC)
 
 
-def scales_out_of_place(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def scales_out_of_place(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     """The scales of a weight's channels are in another order."""
     order = np.random.default_rng(seed)
 
@@ -688,19 +691,19 @@ def scales_out_of_place(shop: Workshop, seed: int, rng: np.random.Generator) -> 
         scales = [t for t in model.graph.initializer if t.name == node.input[1]] if len(node.input) > 1 else []
         return node.op_type == "DequantizeLinear" and bool(scales) and len(scales[0].dims) == 1
 
-    return in_graph(shop, seed, rng, "quantize", edit, fits, ARITHMETIC)
+    return in_graph(projects, seed, rng, "quantize", edit, fits, ARITHMETIC)
 
 
-def quantized_bias_lost(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+def quantized_bias_lost(projects: Projects, seed: int, rng: np.random.Generator) -> Planted:
     """quantize loses the bias of a layer."""
 
     def edit(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
         changed(weight_of(model, node, 2), np.zeros_like)
 
-    return in_graph(shop, seed, rng, "quantize", edit, has_bias, ARITHMETIC)
+    return in_graph(projects, seed, rng, "quantize", edit, has_bias, ARITHMETIC)
 
 
-Kind = Callable[[Workshop, int, np.random.Generator], Planted]
+Kind = Callable[[Projects, int, np.random.Generator], Planted]
 KINDS: tuple[Kind, ...] = (
     range_everywhere,
     clipped_value,
@@ -743,8 +746,8 @@ def losses(report: dict[str, Any]) -> list[str]:
     return [note.split(":")[0].removeprefix("lost in ") for note in report["notes"] if note.startswith("lost in ")]
 
 
-def examine(shop: Workshop, kind: Kind, seed: int) -> dict[str, Any]:
-    planted = kind(shop, seed, np.random.default_rng(seed))
+def examine(projects: Projects, kind: Kind, seed: int) -> dict[str, Any]:
+    planted = kind(projects, seed, np.random.default_rng(seed))
     with planted.patch():
         code, _ = pipe("run", "quantize", planted.path)
     report = why(planted.path)
@@ -781,16 +784,16 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     silent: list[bool] = []
     with tempfile.TemporaryDirectory() as folder:
-        shop = Workshop(Path(folder))
+        projects = Projects(Path(folder))
         for seed in range(chosen.first, chosen.first + chosen.seeds):
             for kind in kinds:
-                results.append(examine(shop, kind, seed))
+                results.append(examine(projects, kind, seed))
                 if chosen.details:
                     print(results[-1], file=sys.stderr, flush=True)
         for number in range(0 if chosen.only else chosen.sound):
             seed = chosen.first + number % chosen.seeds
             net = list(NETS)[number % len(NETS)]
-            path = shop.copy(net, seed)
+            path = projects.copy(net, seed)
             with_settings(path, SOUND[number // len(NETS) % len(SOUND)])
             pipe("run", "quantize", path)
             report = why(path)

@@ -24,13 +24,13 @@ class Model:
     Attributes:
         dims: sizes of its symbolic dimensions by name, or "input 0" where axis 0 of `input` has none; each in two
             variants, for the proof and for the clock.
-        given: inputs that are not drawn at random.
+        fixed: inputs that are not drawn at random.
     """
 
     name: str
     path: Path
     dims: Mapping[str, tuple[int, int]]
-    given: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def feed(self, variant: int, seed: int = 0) -> dict[str, Any]:
         """Random inputs at the sizes of one variant."""
@@ -38,7 +38,7 @@ class Model:
         stored, rng = {t.name for t in model.graph.initializer}, np.random.default_rng(seed)
         inputs = [i for i in model.graph.input if i.name not in stored]
         drawn = {i.name: _random(i, self._shape(i, variant), rng) for i in inputs}
-        return drawn | {k: v for k, v in self.given.items() if k in drawn}
+        return drawn | {k: v for k, v in self.fixed.items() if k in drawn}
 
     def _shape(self, value: onnx.ValueInfoProto, variant: int) -> list[int]:
         sizes = []
@@ -80,8 +80,8 @@ def shipped() -> Iterator[Model]:
         sizes |= {"input 0": (2, 1), "input 1": (576, 576), "state 1": (2, 1)}
         yield Model(path.stem, path, sizes, {"sr": np.array(16000)})
     for path in _inside("swift_f0", ""):
-        given = {"fmin": np.array(50, np.float32), "fmax": np.array(1000, np.float32)}
-        yield Model(f"swift_f0_{path.stem}", path, {"samples": (4000, 16000)}, given)
+        fixed = {"fmin": np.array(50, np.float32), "fmax": np.array(1000, np.float32)}
+        yield Model(f"swift_f0_{path.stem}", path, {"samples": (4000, 16000)}, fixed)
 
 
 def _paddle(height: int) -> dict[str, tuple[int, int]]:

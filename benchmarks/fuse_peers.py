@@ -194,5 +194,5 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "layerline-fuse-models")
     parser.add_argument("--rounds", type=int, default=15)
-    given = parser.parse_args()
-    main(given.names, given.models, given.rounds)
+    options = parser.parse_args()
+    main(options.names, options.models, options.rounds)

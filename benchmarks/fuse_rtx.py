@@ -75,7 +75,7 @@ def main(names: Sequence[str], folder: Path) -> None:
         results = [build(m.SerializeToString(), feeds) for m in (proto, fused)]
         built[model.name] = results[0][1] > 0, results[1][1] > 0
         print(f"| {model.name} | {_cell(*results[0])} | {_cell(*results[1])} |", flush=True)
-    told = {
+    summary = {
         "models": len(built),
         "built_unfused": sum(a for a, _ in built.values()),
         "built_fused": sum(b for _, b in built.values()),
@@ -83,12 +83,12 @@ def main(names: Sequence[str], folder: Path) -> None:
         "lost": [m for m, (a, b) in built.items() if a and not b],
         "neither": [m for m, (a, b) in built.items() if not a and not b],
     }
-    print(json.dumps(told))
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "layerline-fuse-models")
-    given = parser.parse_args()
-    main(given.names, given.models)
+    options = parser.parse_args()
+    main(options.names, options.models)

@@ -77,9 +77,9 @@ def verdict(case: Any, fired: Counter[str]) -> str:
     fired.update(f.site.rule for f in fused.firings)
     after = OnnxRuntime().open(fused.model.SerializeToString())
     for feed, expected in zip(data, before, strict=True):
-        found = after.run(feed)
+        outputs = after.run(feed)
         for name, value in expected.items():
-            if not _same(value, found.get(name)):
+            if not _same(value, outputs.get(name)):
                 return f"wrong: output {name}"
     return f"undone: {fused.undone[0].firing.site}" if fused.undone else "passed"
 
