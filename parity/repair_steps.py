@@ -61,11 +61,11 @@ def run(
         stop: whether to end as soon as the judge passes a model.
         log: called with one line for each repair.
     """
-    outputs = measured_plan.Judge(calibrated.model, calibrated.feeds)
+    reference = measured_plan.OutputReference(calibrated.model, calibrated.feeds)
     finished, converted = finish(calibrated)
     verdict = judge(converted)
     log(f"all layers quantised: {verdict.seen}")
-    before = outputs.least_db(converted.measured)
+    before = reference.least_db(converted.measured)
     evaluations = 1
     rows: list[Mapping[str, Scalar]] = []
     for name in names:
@@ -77,7 +77,7 @@ def run(
         if not changed:
             continue
         new_finished, new_converted = finish(repaired)
-        after = outputs.least_db(new_converted.measured)
+        after = reference.least_db(new_converted.measured)
         row |= {"before_db": before, "after_db": after, "outcome": "undone: the outputs do not gain"}
         if before is None or after is None or after >= before + LEAST_GAIN_DB:
             new_verdict = judge(new_converted)

@@ -72,7 +72,7 @@ def is_open_for_writing(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Look:
+class HashedFile:
     """A file as it was when it was hashed."""
 
     stamp: str  # what the file system said; empty where it changed meanwhile
@@ -96,7 +96,7 @@ class Hasher:
         self._path = memo
         self._old: dict[str, str] = {}
         self._used: dict[str, str] = {}
-        self._looks: dict[Path, Look] = {}
+        self._hashed: dict[Path, HashedFile] = {}
         with suppress(OSError, ValueError):  # absent or torn: start from nothing
             loaded = read_json(memo) if memo else {}
             if isinstance(loaded, dict):
@@ -112,9 +112,9 @@ class Hasher:
                 before, settled = "", False
         if settled:
             self._used[before] = value
-        look = self._looks.get(path)
-        if look is None or look.digest != value:
-            self._looks[path] = Look(before, value, settled)
+        hashed = self._hashed.get(path)
+        if hashed is None or hashed.digest != value:
+            self._hashed[path] = HashedFile(before, value, settled)
         return value
 
     def changed(self, path: Path) -> str:
@@ -122,19 +122,19 @@ class Hasher:
 
         One that was replaced and put back has changed: its bytes are the same, its inode or ctime is not.
         """
-        look = self._looks.get(path)
-        if look is None:
+        hashed = self._hashed.get(path)
+        if hashed is None:
             return ""
         try:
             now, settled = _stamp(path)
-            if not look.stamp:
+            if not hashed.stamp:
                 return "was being written when it was read"
             # The stamp doesn't show everything of a file that somebody can write to.
-            if (now != look.stamp or not look.settled or not settled) and sha256(path) != look.digest:
+            if (now != hashed.stamp or not hashed.settled or not settled) and sha256(path) != hashed.digest:
                 return "was changed"
         except OSError:
             return "was removed"
-        return "was replaced, touched or put back" if now != look.stamp else ""
+        return "was replaced, touched or put back" if now != hashed.stamp else ""
 
     def recall(self, name: str, compute: Callable[[], str]) -> str:
         """A text that costs time to compute, from the memo where it is there."""

@@ -19,7 +19,7 @@ from layerline.calib.plan import QuantValue
 from layerline.calib.scales import LEAST_SCALE, ZERO_RANGE_SCALE, greatest
 
 
-class _Rounded(torch.autograd.Function):
+class _QuantizeDequantize(torch.autograd.Function):
     """x / scale, limited and rounded to an integer or to float8, times scale."""
 
     @staticmethod
@@ -92,4 +92,4 @@ class FakeQuant(nn.Module):
         if self.axis is not None:
             shape[self.axis] = -1
         scale = self.scale(x).reshape(shape)
-        return _Rounded.apply(x, scale, self.low, self.high, self.float8)  # type: ignore[no-any-return, no-untyped-call]
+        return _QuantizeDequantize.apply(x, scale, self.low, self.high, self.float8)  # type: ignore[no-any-return, no-untyped-call]

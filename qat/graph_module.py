@@ -39,7 +39,7 @@ Watch = Callable[[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Operation:
     """One node: what it reads and computes, by name; after it the values in `spent` are not needed any more."""
 
     name: str
@@ -216,7 +216,7 @@ class GraphModule(nn.Module):
         self._fakes[item.name, item.dtype] = key
         self.quantized |= {(item.name, *reader): key for reader in item.readers}
 
-    def _compile(self, graph: ir.Graph, opsets: Mapping[str, int]) -> list[_Step]:
+    def _compile(self, graph: ir.Graph, opsets: Mapping[str, int]) -> list[_Operation]:
         reads = Counter(value.name for node in graph for value in node.inputs if value is not None)
         stored = _stored(graph)
         kept = {*self.outputs, *stored}
@@ -236,7 +236,7 @@ class GraphModule(nn.Module):
             spent = tuple(name for name in dict.fromkeys(inputs) if name and not reads[name] and name not in kept)
             spent += tuple(fake for name, fake in fakes if name in spent)
             steps.append(
-                _Step(
+                _Operation(
                     first_output(node), node.op_type, operator, _Reference(node, opsets), attrs, inputs, outputs, spent
                 )
             )

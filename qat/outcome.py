@@ -19,7 +19,7 @@ Row = dict[str, Scalar]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class QatOutcome:
     """A training with fake quantisation, and what it started from.
 
     Attributes:

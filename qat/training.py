@@ -157,7 +157,7 @@ def train(work: Work, calibrated: Calibrated, options: QatOptions, probes: Seque
     graph.cpu().eval()
     trained = graph.trained(calibrated.model)
     plan = _with_scales(calibrated.plan, trained, graph.scales())
-    result = dataclasses.replace(calibrated, model=trained, plan=plan, shifts={}, rounded=rounding.Rounded())
+    result = dataclasses.replace(calibrated, model=trained, plan=plan, shifts={}, rounded=rounding.RoundedWeights())
     notes = [*run.mo.warnings]
     if run.resumed is not None:
         notes.append(f"training resumed at step {run.resumed}")

@@ -396,7 +396,7 @@ class Quantize(Stage):
         # Compared with the float model that training started from.
         after = dataclasses.replace(after, reference=before.reference, trained=after.reference)
         before, after = rescaled_names.apply(before), rescaled_names.apply(after)
-        result = outcome.Outcome(
+        result = outcome.QatOutcome(
             trained=trained, before=before, after=after, measured=measured, data=data, probes=probes
         )
         return after, result.added_to

@@ -44,7 +44,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Slots:
+class SlotAxis:
     """Places `count` slots side by side in a picture."""
 
     width: int
@@ -104,7 +104,7 @@ def _severity(record: LayerDiff) -> tuple[bool, float]:
 
 
 def _figure(rows: Sequence[Followed], measured: Mapping[str, Sequence[LayerDiff | None]], width: int) -> Markup:
-    slots = Slots(width, len(rows))
+    slots = SlotAxis(width, len(rows))
     drawn = _legend()
     top = LEGEND
     for stage, records in measured.items():
@@ -149,7 +149,7 @@ def _title(stage: str, rows: Sequence[Followed], records: Sequence[LayerDiff | N
     return drawn + canvas.label(kind, width, y, f"{layer}  {figure}")
 
 
-def _binned(records: Sequence[LayerDiff | None], slots: Slots) -> list[Cell]:
+def _binned(records: Sequence[LayerDiff | None], slots: SlotAxis) -> list[Cell]:
     """A cell for each record; where slots are narrower than a user unit, the worst of a unit is its cell."""
     bins = min(slots.count, slots.width)
     cells = []
@@ -161,7 +161,7 @@ def _binned(records: Sequence[LayerDiff | None], slots: Slots) -> list[Cell]:
     return cells
 
 
-def _cells(cells: Sequence[Cell], top: float, slots: Slots) -> Markup:
+def _cells(cells: Sequence[Cell], top: float, slots: SlotAxis) -> Markup:
     """One path for each shade. Where cells are too narrow for a gap, neighbours of one shade are one area."""
     unit = slots.width / slots.count
     gap = 1 if unit >= LEAST_APART else 0
@@ -181,7 +181,7 @@ def _cells(cells: Sequence[Cell], top: float, slots: Slots) -> Markup:
     return canvas.element("g", drawn + figures)
 
 
-def _groups(rows: Sequence[Followed], bottom: int, slots: Slots) -> Markup:
+def _groups(rows: Sequence[Followed], bottom: int, slots: SlotAxis) -> Markup:
     """Borders and names of the runs of layers whose module paths begin alike; long runs are named first."""
     drawn = Markup("")
     written: list[tuple[float, float]] = []
@@ -199,7 +199,7 @@ def _groups(rows: Sequence[Followed], bottom: int, slots: Slots) -> Markup:
     return drawn
 
 
-def _runs(paths: Sequence[tuple[str, ...]], start: int, stop: int, depth: int, slots: Slots) -> list[LayerRun]:
+def _runs(paths: Sequence[tuple[str, ...]], start: int, stop: int, depth: int, slots: SlotAxis) -> list[LayerRun]:
     """The layers from `start` to `stop` as runs, split to the depth at which their names still have room."""
     runs: list[LayerRun] = []
     begin = start
@@ -218,7 +218,7 @@ def _runs(paths: Sequence[tuple[str, ...]], start: int, stop: int, depth: int, s
     return runs
 
 
-def _have_room(runs: Sequence[LayerRun], slots: Slots) -> bool:
+def _have_room(runs: Sequence[LayerRun], slots: SlotAxis) -> bool:
     width = slots.x(runs[-1].stop) - slots.x(runs[0].start)
     if all(run.path[-1].isdigit() for run in runs):
         return len(runs) * LEAST_NUMBERED_RUN < width

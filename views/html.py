@@ -17,7 +17,7 @@ from layerline.pipeline.causes import Cause
 from layerline.pipeline.config.project import as_options
 from layerline.pipeline.config.settings import UNSET, changed, settings, versions
 from layerline.pipeline.records.ledger import Record, Run
-from layerline.pipeline.records.lookup import Log, Past
+from layerline.pipeline.records.lookup import Log, PastRun
 from layerline.pipeline.report import HISTOGRAMS, OWN, Gate, Report, Scalar
 from layerline.views import glossary, plan_tree, run_comparison, summary
 from layerline.views.curves import curves, validated
@@ -52,7 +52,7 @@ def page(
     missing: Sequence[str] = (),
     logs: Mapping[str, Log] | None = None,
     causes: Sequence[Cause] = (),
-    others: Sequence[Past] = (),
+    others: Sequence[PastRun] = (),
     plans: Mapping[str, Mapping[str, plan_tree.Entry]] | None = None,
 ) -> str:
     """The run as a self-contained page; the same input gives the same text.
@@ -109,7 +109,7 @@ def page(
         failures=list(summary.failures(run, of_run)),
         causes=causes,
         layers={name for row in rows for name in (row.layer, row.value)},
-        beside=_beside(Past(run, of_run), others),
+        beside=_beside(PastRun(run, of_run), others),
         stages=stages,
         heat_map=heat_map(by_module(own_rows), list(of_run)),
         followed=follow_views(rows, list(of_run), () if own_rows is rows else own_rows),
@@ -142,7 +142,7 @@ def grid_data(views: Sequence[TableView], histograms: Sequence[Mapping[str, Scal
     return {"first": ROWS_AT_FIRST, "views": data, "histograms": histograms}
 
 
-def _beside(now: Past, others: Sequence[Past]) -> dict[str, Any] | None:
+def _beside(now: PastRun, others: Sequence[PastRun]) -> dict[str, Any] | None:
     """What differs between runs: in words, their figures, and the layers that moved."""
     if not others:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from layerline.pipeline.records.lookup import Past
+from layerline.pipeline.records.lookup import PastRun
 from layerline.pipeline.report import LayerDiff, Report
 from layerline.views.follow import by_own_error
 from layerline.views.formatting import amount, decibels, heading
@@ -16,7 +16,7 @@ LEAST, MOST = -50.0, 150.0  # dB; what is equal counts as the greatest, which fl
 LEAST_MOVE = 0.1  # dB; less is not listed
 
 
-def figures(now: Past, others: Sequence[Past]) -> TableView:
+def figures(now: PastRun, others: Sequence[PastRun]) -> TableView:
     """The figures of this run that differ, a column for each run."""
     by_run = [_figures(past) for past in (now, *others)]
     rows = []
@@ -28,7 +28,7 @@ def figures(now: Past, others: Sequence[Past]) -> TableView:
     return TableView("Figures", tuple(columns), rows)
 
 
-def _figures(past: Past) -> dict[tuple[str, str], str]:
+def _figures(past: PastRun) -> dict[tuple[str, str], str]:
     texts = {}
     for record in past.run.records:
         for name, value in record.metrics.items():
@@ -36,7 +36,7 @@ def _figures(past: Past) -> dict[tuple[str, str], str]:
     return texts
 
 
-def moved(now: Past, others: Sequence[Past]) -> TableView:
+def moved(now: PastRun, others: Sequence[PastRun]) -> TableView:
     """The layers whose SQNR differs, the own one where all runs measured it; those that moved most come first."""
     rows: list[tuple[float, list[str]]] = []
     for stage, report in now.reports.items():
@@ -60,7 +60,7 @@ def moved(now: Past, others: Sequence[Past]) -> TableView:
     return TableView("Layers that moved most", columns, [cells for _, cells in rows])
 
 
-def _columns(others: Sequence[Past], kind: Kind) -> list[Column]:
+def _columns(others: Sequence[PastRun], kind: Kind) -> list[Column]:
     """A column for this run, and one for each other run."""
     return [Column("now", kind), *(Column(past.run.id[:ID], kind) for past in others)]
 

@@ -92,7 +92,7 @@ class Calibrated:
     ranges: Ranges
     feeds: Sequence[Feed]
     shifts: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
-    rounded: rounding.Rounded = field(default_factory=rounding.Rounded)
+    rounded: rounding.RoundedWeights = field(default_factory=rounding.RoundedWeights)
     scaled: frozenset[str] = frozenset()
     repairs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

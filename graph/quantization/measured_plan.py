@@ -64,8 +64,8 @@ def tuned(
         f"{layer} stays float: int8 would leave it {db:.1f} dB by itself" for layer, db in chosen.floated.items()
     )
     plan = qdq.plan(model, chosen.placement, histograms, "mse", percentile=percentile, chosen=chosen.thresholds)
-    judge = Judge(model, feeds)
-    auto_db = judge.least_db(qdq.apply(model, plan))
+    reference = OutputReference(model, feeds)
+    auto_db = reference.least_db(qdq.apply(model, plan))
     if auto_db is None:
         return Tuned(plan, chosen.rules, notes)
     best_plan, best_db, best_name = plan, auto_db, "auto"
@@ -73,7 +73,7 @@ def tuned(
         other = qdq.plan(model, chosen.placement, histograms, single, percentile=percentile)
         if [v.amax for v in other.values] == [v.amax for v in plan.values]:
             continue
-        other_db = judge.least_db(qdq.apply(model, other))
+        other_db = reference.least_db(qdq.apply(model, other))
         if other_db is not None and other_db > best_db:
             best_plan, best_db, best_name = other, other_db, str(single)
     if best_name == "auto" or best_db < auto_db + CLEARLY_DB:
@@ -92,7 +92,7 @@ def _spread(feeds: Sequence[Feed]) -> Sequence[Feed]:
     return feeds[::step][:count]
 
 
-class Judge:
+class OutputReference:
     """Measures models against the outputs of one reference, which are computed once."""
 
     def __init__(self, model: Light, feeds: Sequence[Feed]) -> None:
@@ -146,9 +146,9 @@ def corrected(
     candidate, layers = bias_correction.correct(quantized, shifts)
     if not layers:
         return False, "bias correction changed no layer: none with a quantised input has a mean error to take off"
-    judge = Judge(model, feeds)
-    before = judge.least_db(quantized)
-    after = judge.least_db(candidate)
+    reference = OutputReference(model, feeds)
+    before = reference.least_db(quantized)
+    after = reference.least_db(candidate)
     if before is None or after is None:
         return True, f"bias correction changed {layers} layers; no output could be measured"
     gain = f"{after:.1f} dB at the outputs with it, {before:.1f} dB without"

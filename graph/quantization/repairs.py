@@ -11,7 +11,7 @@ from layerline.backends.base import Feed
 from layerline.backends.light import Light
 from layerline.graph.quantization import equalization, rounding
 from layerline.graph.quantization.convert import Calibrated
-from layerline.graph.quantization.measured_plan import Judge
+from layerline.graph.quantization.measured_plan import OutputReference
 
 Repair: TypeAlias = Literal["equalize", "smooth", "adaround"]
 REPAIRS: tuple[Repair, ...] = ("equalize", "smooth", "adaround")
@@ -44,7 +44,7 @@ class Repairer:
         equalized = equalization.equalize(calibrated.model, calibrated.plan, calibrated.feeds, norms=name == "smooth")
         if not equalized.groups:
             return calibrated, ""
-        worst_db = Judge(calibrated.model, calibrated.feeds).least_db(equalized.model)
+        worst_db = OutputReference(calibrated.model, calibrated.feeds).least_db(equalized.model)
         if worst_db is not None and worst_db < SAME_DB:
             return calibrated, ""
         recalibrated = self.calibrate(equalized.model)

@@ -82,8 +82,8 @@ class _Layer:
 
 
 @dataclass(frozen=True)
-class Rounded:
-    """Weights by name.
+class RoundedWeights:
+    """The weights that were rounded, by name.
 
     Attributes:
         arrays: each weight on the better one of its two neighbouring steps.
@@ -94,7 +94,7 @@ class Rounded:
     entries: Mapping[str, QuantValue] = field(default_factory=dict)
 
 
-def rounded(model: Light, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]]) -> Rounded:
+def rounded(model: Light, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]]) -> RoundedWeights:
     """Chooses ranges and steps in layers with a stored weight on their right side that nothing else reads.
 
     Those of a ConvTranspose stay as they are.
@@ -117,7 +117,7 @@ def rounded(model: Light, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]]) 
                 numbers = tuple(shortest(scale) for scale in scales.reshape(-1))
                 entry = dataclasses.replace(layer.weight, scales=numbers, amax=amax, calibrator="adaround")
                 entries[layer.weight.name] = entry
-    return Rounded(arrays, entries)
+    return RoundedWeights(arrays, entries)
 
 
 def _layers(model: Light, plan: QuantPlan) -> list[_Layer]:

@@ -172,19 +172,19 @@ def beside(planner: Planner, chosen: Chosen, run_id: str) -> Beside:
 
 
 @dataclass(frozen=True)
-class Past:
+class PastRun:
     """A run and its reports by stage."""
 
     run: Run
     reports: Mapping[str, Report]
 
 
-def past(planner: Planner, run: Run) -> Past:
+def past(planner: Planner, run: Run) -> PastRun:
     """The run with its reports; PipeError where one is missing or damaged."""
-    return Past(run, {record.stage: planner.ledger.report(record) for record in run.records})
+    return PastRun(run, {record.stage: planner.ledger.report(record) for record in run.records})
 
 
-def beside_run(planner: Planner, run: Run, others: Sequence[str]) -> list[Past]:
+def beside_run(planner: Planner, run: Run, others: Sequence[str]) -> list[PastRun]:
     """The named runs, or the one before the run; none where its reports can't be read."""
     if others:
         return [past(planner, planner.ledger.find_run(name)) for name in others]

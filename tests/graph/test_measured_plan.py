@@ -7,7 +7,7 @@ import pytest
 from onnx import parser
 
 from layerline.backends.light import split
-from layerline.graph.quantization.measured_plan import Judge
+from layerline.graph.quantization.measured_plan import OutputReference
 
 
 def _model(body):
@@ -30,10 +30,10 @@ FEED = [{"x": np.array([1.0, 2.0, 2.0, 4.0], np.float32)}]
     ],
 )
 def test_what_is_not_finite_on_one_side_is_never_better(body: str, expected: float) -> None:
-    assert Judge(EXACT, FEED).least_db(_model(body)) == pytest.approx(expected, abs=1e-5)
+    assert OutputReference(EXACT, FEED).least_db(_model(body)) == pytest.approx(expected, abs=1e-5)
 
 
 def test_what_is_not_finite_on_both_sides_is_left_out() -> None:
     feed = [{"x": np.array([1.0, np.inf, np.nan, 2.0], np.float32)}]
     scaled = _model("c = Constant<value_float=0.9>() y = Mul(x, c)")
-    assert Judge(EXACT, feed).least_db(scaled) == pytest.approx(20.0, abs=1e-5)
+    assert OutputReference(EXACT, feed).least_db(scaled) == pytest.approx(20.0, abs=1e-5)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from layerline.pipeline.records.lookup import Past
+from layerline.pipeline.records.lookup import PastRun
 from layerline.pipeline.report import LayerDiff, Report
 from layerline.views.html import page
 from layerline.views.run_comparison import figures, moved
 from tests.views.samples import diff, run_of
 
 
-def past(name: str, *records: LayerDiff, **metrics: float) -> Past:
+def past(name: str, *records: LayerDiff, **metrics: float) -> PastRun:
     reports = {"quantize": Report(stage="quantize", records=records, metrics={"nodes": 7, **metrics})}
-    return Past(replace(run_of(reports), id=name), reports)
+    return PastRun(replace(run_of(reports), id=name), reports)
 
 
 def test_figures_that_differ_stand_side_by_side() -> None:
