@@ -124,7 +124,7 @@ def _followed(name: str, records: Mapping[str, LayerDiff], about_parameters: Set
     ops = [record.op for record in records.values()]
     ranks = []
     for stage, record in records.items():
-        passed, sqnr, relative = _badness(record)
+        passed, sqnr, relative, _ = _badness(record)
         ranks.append((passed, stage in about_parameters, sqnr, relative))
     return Followed(layers[0], name, ops[0], records, min(ranks), into)
 
@@ -145,8 +145,8 @@ def _module(layer: str, members: Sequence[Followed], layer_of: Mapping[str, str]
     return Followed(layer, str(len(members)), ", ".join(ops) or PARAMETER, worst, rank, ", ".join(holders))
 
 
-def _badness(record: LayerDiff) -> tuple[bool, float, float]:
-    """Sorts worst first. NaN is as bad as it gets; what was not measured comes last."""
+def _badness(record: LayerDiff) -> tuple[bool, float, float, bool]:
+    """Sorts worst first. NaN is the worst; a value without SQNR comes after one that is equal on both sides."""
     sqnr = math.inf
     if record.sqnr_db is not None:
         sqnr = record.sqnr_db
@@ -155,7 +155,7 @@ def _badness(record: LayerDiff) -> tuple[bool, float, float]:
     relative = -(record.rel_l2 or 0.0)
     if math.isnan(relative):
         relative = -math.inf
-    return record.passed, sqnr, relative
+    return record.passed, sqnr, relative, record.sqnr_db is None
 
 
 def _extent(records: Sequence[LayerDiff]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from layerline.pipeline.report import LayerDiff, Report
@@ -136,6 +136,7 @@ def test_labels_fit_at_every_width(scene: str, width: int) -> None:
     assert_labels_fit(draw(*SCENES[scene], width=width))
 
 
+@example([("block.0", None, True), ("block.0", float("inf"), True)], 1160)  # one value of a module has no SQNR
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.from_regex(r"\A[a-zW]{1,12}(\.[a-z0-9_]{1,30}){0,4}\Z"), levels, st.booleans()), max_size=40),
