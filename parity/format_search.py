@@ -251,7 +251,7 @@ class Search:
         # Half precision has its own reasons to leave a layer in float32, such as its range.
         single = {item.name for item in converted.plan.kept[len(plain.plan.kept) :]}
         formats.update(dict.fromkeys(halved - single, self.half_type))
-        return self._told(converted, formats, ())
+        return self._result(converted, formats, ())
 
     def _formats(self, kept: frozenset[str]) -> dict[str, str]:
         return {**self._quantized, **dict.fromkeys(kept, self.float_format)}
@@ -262,9 +262,9 @@ class Search:
         reached = f"the best reached is {verdict.seen}, with {count} of {len(self._layers)} layers in {self._names()}"
         hint = "allow more with quantize.max_drop or min_db, or use mode: fp16"
         gate = Gate("search", False, reached, f"the budget kept with at least one layer in {self._names()}", hint)
-        return self._told(converted, self._formats(kept), (gate,))
+        return self._result(converted, self._formats(kept), (gate,))
 
-    def _told(self, converted: Converted, formats: Mapping[str, str], gates: tuple[Gate, ...]) -> Outcome:
+    def _result(self, converted: Converted, formats: Mapping[str, str], gates: tuple[Gate, ...]) -> Outcome:
         in_float = self._costs.cost({}, self.float_format) or 1.0
         nodes = {first_output(node): node for node in to_ir(self.calibrated.model).graph}
         rows: list[Mapping[str, Scalar]] = []

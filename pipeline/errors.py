@@ -110,7 +110,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def memory_told() -> Iterator[None]:
+def memory_errors() -> Iterator[None]:
     """Turns failed allocations into one error, Unavailable."""
     try:
         yield

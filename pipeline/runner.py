@@ -36,7 +36,7 @@ from layerline.pipeline.files import copied, own_folder, remove, write_own
 from layerline.pipeline.inputs.untrusted import launched
 from layerline.pipeline.keys import env
 from layerline.pipeline.plan import ORDER, SETS, Step, open_planner, order, shown
-from layerline.pipeline.records.ledger import Record, Run, as_told, new_run_id
+from layerline.pipeline.records.ledger import Record, Run, new_run_id, printable_error
 from layerline.pipeline.records.run_lock import at_work, lock, temporary_folder
 from layerline.pipeline.records.store import Artifact
 from layerline.pipeline.report import Report
@@ -410,7 +410,7 @@ class Runner:
     def _remember(self, run_id: str, results: Sequence[Result]) -> str:
         """Files the run, also one that ended in an error, and returns its id; that of the newest if both end alike."""
         records = tuple(r.record for r in results if r.record)
-        errors = {r.name: as_told(r.error) for r in results if r.error and not r.record}
+        errors = {r.name: printable_error(r.error) for r in results if r.error and not r.record}
         if not records and not errors:
             return run_id
         newest = next(self.ledger.runs(), None)

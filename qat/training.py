@@ -24,7 +24,7 @@ from layerline.graph.quantization import own_qdq, qdq, rounding
 from layerline.graph.quantization.convert import Calibrated
 from layerline.graph.quantization.weight_sources import weight_of
 from layerline.pipeline.config.qat_options import QatOptions
-from layerline.pipeline.errors import StageError, memory_told
+from layerline.pipeline.errors import StageError, memory_errors
 from layerline.pipeline.inputs.batches import described
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Gate, Scalar
@@ -138,7 +138,7 @@ def train(work: Work, calibrated: Calibrated, options: QatOptions, probes: Seque
     graph = GraphModule(calibrated.model, calibrated.plan, learned=options.learned_scales)
     make_student = student.maker(work.task, graph.inputs, graph.outputs)
     teacher = make_student(GraphModule(calibrated.model)) if options.distill else None
-    with train_loop.deterministic(), memory_told():
+    with train_loop.deterministic(), memory_errors():
         run = train_loop.prepare(
             work.task,
             _config(options),

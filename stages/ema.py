@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from layerline.pipeline.errors import memory_told
+from layerline.pipeline.errors import memory_errors
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Stage, Work
@@ -57,7 +57,7 @@ class Ema(Stage):
         from layerline.training.state import checkpoint
 
         path = work.inputs["checkpoint"] / "checkpoint.safetensors"
-        with memory_told():
+        with memory_errors():
             model = shipping.network(work.task)
             example = batches.example_inputs(work.task, forward=model.forward)
             online, averaged = checkpoint.weights(path)

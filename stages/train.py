@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from layerline.pipeline.errors import ConfigError, memory_told
+from layerline.pipeline.errors import ConfigError, memory_errors
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.nearest import did_you_mean, hint
 from layerline.pipeline.report import Gate, LayerDiff, Report
@@ -150,7 +150,7 @@ class Train(Stage):
         from layerline.training.state import checkpoint
 
         config, device = self.config(), rendezvous.device(self._device())
-        with train_loop.deterministic(), ranks.together(), memory_told():
+        with train_loop.deterministic(), ranks.together(), memory_errors():
             run = train_loop.prepare(work.task, config, device=device, parts=work.parts, **self._length())
             train_loop.train(run, work.scratch, work.log, save_every=config.monitor.save_interval)
             run.mo.export_metrics(work.out / "metrics.csv")

@@ -72,18 +72,18 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Told:
-    """An error as a person read it."""
+class RecordedError:
+    """An error of a run, as the command line printed it."""
 
     error: str
     where: str | None = None
     hint: str | None = None
 
 
-def as_told(error: PipeError) -> Told:
-    """An error as a run keeps it: escaped, since a name in it may hold what no file can (half of a character)."""
+def printable_error(error: PipeError) -> RecordedError:
+    """The error in the form that a run stores. Names are escaped: a file can hold no half surrogate pair."""
     what, where, hint = (printable(text, keep="\n") for text in (error.what, error.where, error.hint))
-    return Told(what, where or None, hint or None)
+    return RecordedError(what, where or None, hint or None)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Run:
     ran: tuple[str, ...]
     sets: tuple[str, ...] = ()
     sequence: Annotated[int, Field(ge=0, le=_LAST_SEQUENCE)] = 0
-    errors: Mapping[str, Told] = field(default_factory=dict)
+    errors: Mapping[str, RecordedError] = field(default_factory=dict)
 
     @property
     def began(self) -> str:

@@ -129,7 +129,7 @@ def test_rules_are_switched_by_name(source: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_rule_is_a_mistake_in_the_configuration(tmp_path: Path) -> None:
-    """Told before any stage starts, at its line."""
+    """RecordedError before any stage starts, at its line."""
     (tmp_path / "pipe.yaml").write_text("name: p\nfuse:\n  rules:\n    fold: true\n    batch_norm: false\n")
     with pytest.raises(ConfigError, match="did you mean 'batchnorm'") as error:
         load(tmp_path)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from layerline.pipeline.errors import ConfigError, PipeError, StageError, memory_told
+from layerline.pipeline.errors import ConfigError, PipeError, StageError, memory_errors
 from layerline.pipeline.task import Task
 from layerline.training.config.sections import Config
 from layerline.training.model.split_tensors import whole
@@ -44,7 +44,7 @@ def main() -> None:
         out.flush()
 
     try:
-        with memory_told():
+        with memory_errors():
             _run(job, report)
     except PipeError as error:
         report({"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint})
