@@ -141,6 +141,8 @@ class Samples:
         """The number of samples, without reading them; None where only reading would tell."""
         data = self._data
         if isinstance(data, list):
+            if data:
+                form(data, self._hook)  # refuses a list of single samples or of columns, as on iterating
             total = sum(self._samples_in(self._named(with_arrays(raw)).feed) for raw in data)
         elif form(data, self._hook) == "columns":
             total = rows(with_arrays(data))
@@ -243,11 +245,12 @@ class Samples:
             target = _arrays(items[1]) if len(items) == 2 else None
             return _Named(self._by_name(items[0]), target)
         # A tuple holds the inputs alone or, where that is one array too many, the inputs and the target.
-        for inputs, answer in ((items, None), (items[:-1], items[-1])):
-            arrays = list(leaves(inputs))
+        for count in (len(items), len(items) - 1):
+            arrays = list(leaves(items[:count]))
             if len(arrays) == len(self._inputs):
                 feed = {i.name: as_array(array) for i, array in zip(self._inputs, arrays, strict=True)}
-                return _Named(feed, None if answer is None else _arrays(answer))
+                targets = [_arrays(target) for target in items[count:] if target is not None]
+                return _Named(feed, *targets)
         names_in_order = [i.name for i in self._inputs]
         raise TaskError(
             f"{self._hook}() gives {len(list(leaves(items)))} arrays a batch, {outlined(raw)}; "

@@ -231,11 +231,19 @@ def test_replayable_data_can_be_read_twice():
         (X[:, :2], r"shape \(10, 2\); the model takes \(batch, 3\)"),
         (Dataset([(X[0], 1), (X[1, :2], 2)]), r"samples 0 and 1 of calib_data\(\) differ in shape"),
         (42, r"calib_data\(\) gave int"),
+        ([()], r"0 arrays a batch, \(\); the model takes 1: x"),
+        (Dataset([()]), r"0 arrays a batch, \(\); the model takes 1: x"),
     ],
 )
 def test_what_does_not_fit_is_named(data, message):
     with pytest.raises(TaskError, match=message):
         list(samples(data))
+
+
+@pytest.mark.parametrize("data", [[(X[0], 1), (X[1], 2)], [X, Y]], ids=["samples", "columns"])
+def test_a_list_that_is_no_batches_is_not_counted_as_some(data):
+    with pytest.raises(TaskError, match="a list counts as batches"):
+        samples(data).count()
 
 
 @pytest.mark.parametrize("broken", ["dataset", "loader"])
