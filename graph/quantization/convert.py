@@ -153,7 +153,7 @@ def with_own_qdq(model: Light, rules: qdq_placement.Rules) -> Converted:
     return Converted(
         reference=own_qdq.without(model),
         model=model,
-        measured=model,
+        measured=own_qdq.emulate(model),
         plan=own_qdq.read(model),
         notes=(note, int8_note(int8_flag())),
     )

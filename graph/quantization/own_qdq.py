@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from layerline.backends.light import Light
 from layerline.calib.plan import Kept, QuantPlan, QuantValue, Role
-from layerline.graph.analysis.ir_queries import constant
+from layerline.graph.analysis.ir_queries import constant, dim
 from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.quantization.naming import first_output, module_of
 from layerline.graph.quantization.qdq_placement import products
@@ -39,8 +39,10 @@ def read(model: Light) -> QuantPlan:
     values: list[QuantValue] = []
     readers = set[str]()
     for node in _dequantizers(graph):
+        uses = list(node.outputs[0].uses())
+        scales_another = uses and all(u.node.op_type == "DequantizeLinear" and u.idx == 1 for u in uses)
         value = _value(node)
-        if value is not None:
+        if value is not None and not scales_another:
             values.append(value)
             readers.update(reader for reader, _ in value.readers)
     nodes = {first_output(n): n for n in graph}
@@ -122,7 +124,7 @@ def _dequantizers(graph: ir.Graph) -> Iterator[ir.Node]:
 
 def _value(node: ir.Node) -> QuantValue | None:
     """What one DequantizeLinear says; None where its scale is computed, or it reads neither a Q nor a constant."""
-    scales, data = constant(node.inputs[1]), node.inputs[0]
+    scales, data = _scales(node), node.inputs[0]
     if scales is None or data is None:
         return None
     maker, stored = data.producer(), _dequantized(node)
@@ -146,6 +148,7 @@ def _value(node: ir.Node) -> QuantValue | None:
         return None
     point: Any = int(points.flat[0]) if np.all(points == points.flat[0]) else tuple(int(p) for p in points.ravel())
     readers = tuple(dict.fromkeys(_readers(node.outputs[0])))
+    block = _block(node, scales) if scales.ndim > 1 else 0
     first = next((u.node for u in node.outputs[0].uses()), node)
     return QuantValue(
         name=name or "",
@@ -154,9 +157,10 @@ def _value(node: ir.Node) -> QuantValue | None:
         axis=axis,
         readers=readers,
         why=_WHY,
+        block=block,
         dtype=kind.name.lower(),
         zero_point=point,
-        scales=tuple(float(s) for s in scales.astype(np.float32).ravel()),
+        scales=() if block else tuple(float(s) for s in scales.astype(np.float32).ravel()),
         amax=max(abs(low), abs(high)),
         seen=(low, high),
         calibrator="model",
@@ -186,9 +190,18 @@ def _bounds(kind: ir.DataType) -> tuple[float, float]:
     return float(floats.min), float(floats.max)
 
 
+def _scales(node: ir.Node) -> npt.NDArray[Any] | None:
+    """The stored scales of a DequantizeLinear, which may be quantised as well; None where they are computed."""
+    scales = node.inputs[1]
+    maker = scales.producer() if scales is not None else None
+    if maker is not None and maker.op_type == "DequantizeLinear" and maker.domain == "":
+        return _dequantized(maker)
+    return constant(scales)
+
+
 def _dequantized(node: ir.Node) -> npt.NDArray[Any] | None:
     """The float numbers that a stored weight stands for; None where it is no weight."""
-    data, scales = node.inputs[0], constant(node.inputs[1])
+    data, scales = node.inputs[0], _scales(node)
     whole = constant(data)
     if whole is None or scales is None:
         return None
@@ -209,6 +222,12 @@ def _spread(
         shape = [1] * whole.ndim
         shape[axis] = -1
         return values.reshape(shape)
-    block = node.attributes.get_int("block_size", 0) or -(-whole.shape[axis] // scales.shape[axis])
-    repeated = np.repeat(values.reshape(scales.shape), block, axis)
+    repeated = np.repeat(values.reshape(scales.shape), _block(node, scales), axis)
     return repeated.take(range(whole.shape[axis]), axis)
+
+
+def _block(node: ir.Node, scales: npt.NDArray[Any]) -> int:
+    """Elements that share a scale along the axis of scales in blocks."""
+    axis = node.attributes.get_int("axis", 1)
+    size = dim(node.inputs[0], axis)
+    return node.attributes.get_int("block_size", 0) or -(-int(size or 0) // scales.shape[axis])

@@ -126,6 +126,9 @@ def weight_sqnr(
         # A model may bring types that no weight is given here.
         if array is None or item.dtype not in stored_types or item.zero_point != 0:
             continue
+        # Nor does the plan have the scales of blocks that it brings.
+        if item.block and item.calibrator == "model":
+            continue
         wide = array.astype(np.float64)
         noise = np.square(wide - _stored(rounded.get(item.name, array), item).dequantized())
         signal = np.square(wide)

@@ -12,7 +12,7 @@ from onnx import TensorProto, numpy_helper
 from layerline.backends.light import split
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.scales import channel_amax, in_blocks, quantize, scale_of
-from layerline.graph.quantization import own_qdq, targets
+from layerline.graph.quantization import convert, own_qdq, qdq, targets
 from layerline.graph.quantization.qdq_placement import Rules, place
 from layerline.stages import quantize as stage
 from tests.graph import slow_numpy
@@ -183,6 +183,21 @@ def test_weights_in_blocks_and_float_activations(name):
     np.testing.assert_array_equal(weights[names[1]], slow_blocks(w2, BLOCKS[name], name))
     [got], [exact] = run(light.whole(), x), run(PRODUCTS, x)
     assert np.linalg.norm(got - exact) < 0.25 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_model_that_brings_weights_in_blocks_keeps_them(name):
+    x = f32(5, 64)
+    _, quantized = quantized_model(PRODUCTS, x, rules=Rules(format=name))
+    converted = convert.with_own_qdq(split(quantized), Rules())
+    plan = converted.plan
+    assert [(v.name, v.axis, v.block, v.readers, targets.OF_TYPE[v.dtype]) for v in plan.values] == [
+        ("w1/dequantized", 0, BLOCKS[name], (("h", 1),), name), ("w2/dequantized", 1, BLOCKS[name], (("y", 1),), name),
+    ]  # fmt: skip
+    assert not plan.kept and not own_qdq.present(converted.reference)
+    assert qdq.weight_sqnr(converted.reference, plan, {}) == {}
+    [got], [exact] = run(converted.measured.whole(), x), run(converted.reference.whole(), x)
+    np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
