@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from layerline.backends.base import Feed
@@ -25,10 +25,16 @@ runs once more for each layer."""
 _NODES = 4000  # of the reference in one graph, copies included: opening a graph takes time by the square of its nodes
 
 
-def with_effects(report: Report, reference: Model, candidate: Model, feeds: Sequence[Feed]) -> Report:
+def with_effects(
+    report: Report,
+    reference: Model,
+    candidate: Model,
+    feeds: Sequence[Feed],
+    names: Mapping[str, str] | None = None,
+) -> Report:
     """Adds to each layer that makes an error the SQNR of the outputs if this layer alone were the candidate's."""
     worst_first = [record.name for record in report.sorted("own") if record.own_db is not None]
-    shares = effects(reference, candidate, feeds, worst_first)
+    shares = effects(reference, candidate, feeds, worst_first, names)
     records = []
     for record in report.records:
         if record.name in shares:
@@ -39,7 +45,13 @@ def with_effects(report: Report, reference: Model, candidate: Model, feeds: Sequ
     return replace(report, records=tuple(records))
 
 
-def effects(reference: Model, candidate: Model, feeds: Sequence[Feed], values: Collection[str]) -> dict[str, float]:
+def effects(
+    reference: Model,
+    candidate: Model,
+    feeds: Sequence[Feed],
+    values: Collection[str],
+    names: Mapping[str, str] | None = None,
+) -> dict[str, float]:
     """The noise power that each value adds to the outputs, relative to their signal and summed over them.
 
     Args:
@@ -47,6 +59,8 @@ def effects(reference: Model, candidate: Model, feeds: Sequence[Feed], values: C
         candidate: the model that the values are taken from, each computed from the reference's values.
         feeds: arrays by input name; the first ones are taken.
         values: names of values that both models have, those first that matter most.
+        names: the values that a layer reads from the reference, with their names in the candidate; without it, all
+            of one name. Two models with Q/DQ leave the sides of Q/DQ out, or a layer would read the reference's weight.
 
     Returns:
         By value; Inf where an output is not finite or gets another shape. Empty where the two models can't share a
@@ -57,7 +71,7 @@ def effects(reference: Model, candidate: Model, feeds: Sequence[Feed], values: C
     if why_two_sessions(light_a.model, light_b.model) is not None:
         return {}
     runtime = OnnxRuntime(few_runs=True)
-    comparison = Comparison(light_a, light_b, None, True, runtime)
+    comparison = Comparison(light_a, light_b, names, True, runtime)
     pairs = comparison.pairs
     random = drawn(light_a.model)
     output_names = {output.name for output in light_a.model.graph.output} - random.keys()

@@ -110,9 +110,8 @@ def _compared(
     # Rounding a value is an error of the layer that reads it, as in the report of quantize.
     sides = sides_of_qdq(candidate.model.graph, {*values, *candidate.stored})
     shared = set(others) - sides
-    records = compare(
-        reference, candidate, feeds, isolated=True, pairs={name: name for name in values if name in shared}
-    )
+    pairs = {name: name for name in values if name in shared}
+    records = compare(reference, candidate, feeds, isolated=True, pairs=pairs)
     matched = {record.name for record in records} | sides
     missing = [name for name in values if name not in matched]
     if missing:
@@ -125,7 +124,7 @@ def _compared(
         notes.append(two_sessions)
     report = Report(stage="files", records=records, notes=tuple(notes))
     if further.effect:
-        report = with_effects(report, reference, candidate, feeds)
+        report = with_effects(report, reference, candidate, feeds, pairs)
     if further.repro is not None:
         if not records:
             raise StageError("the two models have no value of one name: there is nothing to show", where="--repro")

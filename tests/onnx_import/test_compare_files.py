@@ -195,6 +195,7 @@ def test_the_command_needs_no_project(
     assert document["report"]["reference"] == "a.onnx on onnxruntime"
     assert [item["value"] for item in document["below"]] == ["h"]
     code, out, err = pipe(*files, "--repro", "bug", "--sort", "effect")
+    assert "wrote bug: " in out
     assert code == 0 and "outputs dB" in out and (tmp_path / "bug" / "repro.py").is_file()
     wrong = (
         [*files, "--repro", "bug"],
@@ -207,3 +208,23 @@ def test_the_command_needs_no_project(
     for arguments in wrong:
         code, out, err = pipe(*arguments)
         assert (code, out) == (2, "") and err.startswith("error ") and "internal error" not in err
+
+
+def test_the_effect_of_a_layer_between_two_quantised_models_counts_its_weights(tmp_path: Path) -> None:
+    files = [tmp_path / "a.onnx", tmp_path / "b.onnx"]
+    for path, scale in zip(files, (1.0, 1.1), strict=True):
+        nodes = [
+            helper.make_node("DequantizeLinear", ["w", "scale"], ["w/dequantized"]),
+            helper.make_node("MatMul", ["x", "w/dequantized"], ["y"]),
+        ]
+        x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 2]) for name in ("x", "y"))
+        stored = [
+            numpy_helper.from_array(np.int8([[1, 0], [0, 2]]), "w"),
+            numpy_helper.from_array(np.float32(scale), "scale"),
+        ]
+        graph = helper.make_graph(nodes, "g", [x], [y], stored)
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+    (row,) = compared(*files, samples(tmp_path / "x.npz", x=[[3, 4]]), Further(effect=True)).records
+    # Every element of y is 1.1 times as large: an error of 20 dB, which is the layer's own and that of the output.
+    assert row.name == "y" and row.extra[OWN] == pytest.approx(20, abs=1e-3)
+    assert row.extra[EFFECT] == pytest.approx(20, abs=1e-3)
