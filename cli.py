@@ -454,6 +454,8 @@ def diff(
     else:
         document = json_output.diff(report.stage, report, beside, order, top, failing, failure)
         shared.show(document, lambda out: terminal.diff(out, report, top or TOP, order, beside))
+    if repro is not None and not silent:
+        say(f"wrote {repro}: the smallest model that shows the first value; repro.py runs it")
     if failure:
         screen.error(failure)
         raise typer.Exit(failure.exit_code)
@@ -520,10 +522,18 @@ def why(
         refuse_used(repro)
     with shared.at_work(project.stages) as live:
         explained = reasons.explain(project, live, run_id)
-        trial = reasons.attempt(project, explained.causes, live, run_id) if try_it else None
-        shown = None if repro is None else reasons.reproduce(project, explained, live, repro)
+        trial, shown, failure = None, None, None
+        try:
+            if try_it:
+                trial = reasons.attempt(project, explained.causes, live, run_id)
+            if repro is not None:
+                shown = reasons.reproduce(project, explained, live, repro)
+        except PipeError as error:
+            failure = error  # what was measured is printed all the same
     report = explained.report
     if shared.as_json:
+        if failure is not None:
+            raise failure
         document: dict[str, Any] = {"report": json_output.plain(report)}
         if shown is not None:
             document["repro"] = {"value": shown.name, "folder": str(repro)}
@@ -537,6 +547,8 @@ def why(
     if trial is not None:
         say(f"with --set {shlex.quote(trial.setting)}:")
         terminal.why(screen.console(), trial.report, reasons.TABLES[:1])
+    if failure is not None:
+        raise failure
 
 
 @_command

@@ -198,7 +198,7 @@ def attempt(project: Project, causes: Sequence[Cause], listener: Listener, run_i
         PipeError: no cause was found, or the likeliest one needs another change than one of pipe.yaml.
     """
     if not causes:
-        raise PipeError("there is nothing to try: no cause was found", hint="see: pipe why")
+        raise PipeError("there is nothing to try: no cause was found", hint="see the layers: pipe diff STAGE")
     likeliest = causes[0]
     if not likeliest.setting:
         # A change for a less likely cause would show nothing.
@@ -229,7 +229,7 @@ def reproduce(project: Project, explained: Explained, listener: Listener, folder
         PipeError: no cause was found, or nothing of it shows in an ONNX model.
     """
     if not explained.causes:
-        raise PipeError("there is nothing to show: no cause was found", hint="see: pipe why")
+        raise PipeError("there is nothing to show: no cause was found", hint="see the layers: pipe diff STAGE")
     cause = explained.causes[0]
     # The reference of an export is torch.
     if cause.name == PARITY and cause.stage == "export":

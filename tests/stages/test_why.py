@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from layerline import cli
+from layerline.pipeline.errors import PipeError
 
 
 @pytest.mark.slow
@@ -27,6 +28,9 @@ def test_why_names_the_clipped_range_and_tries_the_change(tmp_path, capfd) -> No
     assert code == 0 and report["notes"] == ["no loss was found in any stage"] and not report["tables"]["causes"]
     stages = [row["stage"] for row in report["tables"]["metric by stage"]]
     assert stages == ["train", "ema", "export", "fuse", "quantize"]
+    with pytest.raises(PipeError, match="nothing to try: no cause was found"):
+        pipe("why", "-C", folder, "--try")
+    assert "no loss was found in any stage" in capfd.readouterr().out
     clipping = ("--set", "quantize.calibrator=percentile", "--set", "quantize.percentile=70")
     code, _ = pipe("run", "quantize", "-C", folder, *short, *clipping)
     assert code == 1
