@@ -221,9 +221,10 @@ def _product_formats(converted: Converted) -> dict[str, str]:
 
 def _conversion_gate(converted: Converted, mode: str) -> tuple[Gate, ...]:
     """Fails where nothing was converted although the model has matrix products."""
-    quantized, total = len(_product_formats(converted)), len(products(converted.reference))
+    quantized, names = len(_product_formats(converted)), set(products(converted.reference))
+    total, kept = len(names), converted.plan.kept
     if mode in FORMATS:
-        count = quantized
+        count, kept = quantized, tuple(entry for entry in kept if entry.name in names)
         name, expected = "quantisation", f"at least one in {mode}"
         summary = f"{quantized} of {total} matrix products are quantised"
     else:
@@ -233,7 +234,7 @@ def _conversion_gate(converted: Converted, mode: str) -> tuple[Gate, ...]:
     if count or not total:
         return ()
     hint = "`stays float` in the report lists every reason"
-    for reason, times in Counter(kept.reason for kept in converted.plan.kept).most_common(2):
+    for reason, times in Counter(entry.reason for entry in kept).most_common(2):
         hint += f"; {times} because {reason}"
     return (Gate(name, False, summary, expected, f"{hint}; mode: none passes the model on as it is"),)
 

@@ -202,7 +202,9 @@ class Quantize(Stage):
 
         with look.item("quantize"):
             inputs = look.need("signature").inputs
-            if self.mode != "none":
+            # Half precision and blocks of weights need no ranges, but what the task gives is looked at.
+            calibrates = bool({"int8", "fp8"} & {self._format, *self.layers.values()})
+            if self.mode != "none" and (calibrates or any(map(look.task.has, CALIBRATION_HOOKS))):
                 requested = self.samples if "samples" in self.model_fields_set else None
                 data_check.check_calibration(look, inputs, CALIBRATION_HOOKS, requested)
             data_check.check_metric(look, inputs, look.need("run"), self.max_drop)

@@ -15,6 +15,7 @@ from layerline.export import probe_files
 from layerline.export.signature import Dim, Signature, Value
 from layerline.graph.io import onnx_files
 from layerline.pipeline.errors import ConfigError, StageError, TaskError
+from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import HISTOGRAMS
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
@@ -290,6 +291,12 @@ def test_int8_that_quantises_nothing_fails_with_the_reasons(work):
     [gate] = [g for g in report.gates if not g.passed]
     assert gate.seen == "0 of 3 matrix products are quantised" and "because skip" in gate.hint
     assert report.metrics["int8_products"] == "0 of 3"
+
+
+def test_the_reasons_are_those_of_the_matrix_products(work):
+    report = Quantize(skip=("*",), ops=("MatMul",), attention=False).run(work())
+    [gate] = [g for g in report.gates if not g.passed]
+    assert re.findall(r"(\d+) because", gate.hint) == ["3"], gate.hint
 
 
 def test_a_destroyed_output_fails_where_there_is_no_metric_and_warns_where_there_is_one(work):
@@ -700,3 +707,20 @@ def test_names_are_looked_up_before_any_sample_is_calibrated(work, mode):
         with pytest.raises(ConfigError) as caught:
             Quantize(mode=mode, **wrong).run(work(task))
         assert caught.value.where == f"quantize.{next(iter(wrong))}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "states"),
+    [
+        ({}, ["warning"]),
+        ({"mode": "fp16"}, []),
+        ({"mode": "int4"}, []),
+        ({"mode": "int4", "layers": {"conv": "int8"}}, ["warning"]),
+    ],
+)
+def test_check_misses_samples_only_where_ranges_are_needed(work, fields, states):
+    task = work("")
+    look = Inspection(task.root, task.task)
+    look.shared["signature"] = Signature.load(task.inputs["model"])
+    Quantize(**fields).check(look)
+    assert [f.state for f in look.findings if f.item == "calib_data()"] == states
