@@ -62,12 +62,14 @@ def text(entry: Entry | None) -> str:
     if "reason" in entry:
         return f"float: {entry['reason']}"
     scales = [float(scale) for scale in entry["scales"]]
+    # The numbers of a float type are not evenly spaced, so its scale is no step.
+    unit = "scale" if str(entry["dtype"]).startswith("float") else "step"
     if entry.get("block"):
         steps = f"blocks of {entry['block']} along axis {entry['axis']}"
     elif entry["axis"] is None:
-        steps = f"step {scales[0]:.3g}"
+        steps = f"{unit} {scales[0]:.3g}"
     else:
-        steps = f"{len(scales)} steps of {min(scales):.3g} to {max(scales):.3g} along axis {entry['axis']}"
+        steps = f"{len(scales)} {unit}s of {min(scales):.3g} to {max(scales):.3g} along axis {entry['axis']}"
     return f"{entry['dtype']}, {steps}, range by {entry['calibrator']}: {entry['why']}"
 
 

@@ -259,7 +259,10 @@ def diff(out: Console, report: Report, top: int, order: Order, beside: Beside | 
         sides = f"{report.reference} against {report.candidate}"
     if beside:
         sides += f"; then: run {beside.run.id}"
-    _hanging(out, Text(f"{report.stage}  ", "bold"), Text(sides))
+    title = f"{report.stage}  "
+    if report.stage == f"{report.reference} {report.candidate}":
+        title = ""  # two stages: the sides name both
+    _hanging(out, Text(title, "bold"), Text(sides))
     earlier = None
     if beside:
         earlier = {record.name: record for record in beside.report.records}

@@ -44,6 +44,11 @@ def test_values_stand_under_their_modules(tmp_path):
     ]
 
 
+def test_a_float_type_has_a_scale_and_no_step():
+    entry = {"dtype": "float8e4m3fn", "scales": [0.5], "axis": None, "calibrator": "minmax", "why": "input of Conv"}
+    assert plan_tree.text(entry) == "float8e4m3fn, scale 0.5, range by minmax: input of Conv"
+
+
 def test_a_narrow_terminal_wraps_an_entry(tmp_path):
     entries = plan_tree.read(written(tmp_path / "a", VALUE, WEIGHT))
     assert shown(entries, width=50)[-2:] == [

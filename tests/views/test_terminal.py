@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -170,6 +171,8 @@ def test_the_heading_of_a_comparison_is_wrapped_between_words() -> None:
     assert first == "quantize  float onnx on onnxruntime against int8 onnx on onnxruntime; then: run"
     assert second == "          20261129-204222-597146-63"
     assert third.startswith("changed since then  train: field_0 1 -> 2; ") and fourth.startswith(" " * 20 + "1 -> 2; ")
+    two = replace(report, stage="fuse quantize", reference="fuse", candidate="quantize")
+    assert lines(80, terminal.diff, two, 5, "error")[0] == "fuse against quantize"
     nothing = lines(80, terminal.diff, report, 5, "error", Beside(run, report, ()))
     assert nothing[2] == "changed since then  nothing that is on record"
 
