@@ -20,6 +20,7 @@ from layerline.export.signature import Value, signature
 from layerline.graph.io import module_identity, onnx_files
 from layerline.graph.io.opset import opset_of, raise_opset
 from layerline.graph.io.wellformed import refuse_broken
+from layerline.graph.quantization import convert
 from layerline.onnx_import import allocation_sizes, feed_sources, symbolic_dims
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.inputs import npz
@@ -93,7 +94,7 @@ def compare_stages(reference: Path, candidate: Path, log: Log, further: Further)
         StageError: a model that onnxruntime can't run.
         ConfigError: the two take other inputs.
     """
-    models = [onnx_files.parts(folder / onnx_files.FILE) for folder in (reference, candidate)]
+    models = [convert.runnable(onnx_files.parts(folder / onnx_files.FILE)) for folder in (reference, candidate)]
     # quantize may raise the opset, and models of one opset can be one graph.
     newest = max(opset_of(light.model) for light in models)
     with contextlib.suppress(StageError):

@@ -17,6 +17,7 @@ from layerline.compare.value_types import infer
 from layerline.export import probe_files
 from layerline.graph.io import onnx_files
 from layerline.graph.io.opset import opset_of, raise_opset
+from layerline.graph.quantization import convert
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import LayerDiff
 
@@ -42,7 +43,7 @@ def write(stage: str, value: str, folders: Mapping[str, Path], feeds: Sequence[F
     later = [name for name in with_model if stage in stages and stages.index(name) >= stages.index(stage)]
     if not later:
         raise StageError("it left no ONNX model that could show it", where=stage, hint=f"see: pipe diff {stage}")
-    candidate = onnx_files.parts(folders[later[0]] / onnx_files.FILE)
+    candidate = convert.runnable(onnx_files.parts(folders[later[0]] / onnx_files.FILE))
     feeds = [*feeds, *probe_files.load(folders[later[0]])]
     before = with_model[: with_model.index(later[0])]
     if not before:

@@ -13,6 +13,7 @@ from layerline.backends.base import Feed, Session
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.export.signature import Signature
 from layerline.graph.io import onnx_files
+from layerline.graph.quantization import convert
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.parity import evaluate, nonfinite_outputs
 from layerline.parity.nonfinite_outputs import NonFinite
@@ -39,6 +40,7 @@ class Scores:
         nonfinite: by stage, the samples whose outputs it made NaN or Inf.
         notes: what could not be measured, and why.
         feeds: some batches of eval_data(), those that made outputs NaN or Inf first.
+        skipped: a sentence for each stage whose model can't run.
     """
 
     rows: Sequence[Mapping[str, Scalar]]
@@ -46,6 +48,7 @@ class Scores:
     notes: Sequence[str]
     nonfinite: Mapping[str, NonFinite] = field(default_factory=dict)
     feeds: Sequence[Feed] = ()
+    skipped: Sequence[str] = ()
 
 
 def measure(work: Work, folders: Mapping[str, Path], modules: Mapping[str, Opener], max_drop: MaxDrop | None) -> Scores:
@@ -68,7 +71,8 @@ def measure(work: Work, folders: Mapping[str, Path], modules: Mapping[str, Opene
         return Scores((), {}, ("no metric was measured: the task has no eval_data()",))
     batches = iter(samples)
     first = next(batches)
-    sessions, notes = _opened(folders, modules, first)
+    sessions, skipped = _opened(folders, modules, first)
+    notes: list[str] = []
     watch = nonfinite_outputs.Watch(folders)
     batches = data.evaluated.through(itertools.chain([first], _counted(batches, work)))
     predictions = evaluate.predict(sessions, batches, watch)
@@ -77,7 +81,7 @@ def measure(work: Work, folders: Mapping[str, Path], modules: Mapping[str, Opene
     feeds = [*watch.feeds.values(), *(batch.feed for batch in data.evaluated.batches())]
     if predictions.targets is None:
         notes.append("no metric was measured: eval_data() gives no targets")
-        return Scores((), losses, notes, nonfinite, feeds)
+        return Scores((), losses, notes, nonfinite, feeds, skipped)
     metric = evaluate.own_metric(work.task)
     judge = _Judge(metric or accuracy, predictions, max_drop)
     for stage in sessions:
@@ -93,7 +97,7 @@ def measure(work: Work, folders: Mapping[str, Path], modules: Mapping[str, Opene
                     losses.setdefault(stage, f"metric() fails on its outputs: {error.what}")
             break
     # The metric may not see NaN: argmax takes it for a class.
-    return Scores(judge.rows, {**losses, **judge.losses}, notes, nonfinite, feeds)
+    return Scores(judge.rows, {**losses, **judge.losses}, notes, nonfinite, feeds, skipped)
 
 
 class _Judge:
@@ -164,7 +168,7 @@ def _opened(
             if stage in modules:
                 session = modules[stage]()
             elif path.is_file():
-                session = OnnxRuntime().open(path)
+                session = OnnxRuntime().open(convert.runnable(onnx_files.parts(path)))
             else:
                 continue
             session.run(first.feed)

@@ -75,7 +75,8 @@ def explain(project: Project, log: Log, run_id: str | None = None) -> Explained:
     scores = _scores(project, folders, log)
     evidence = _evidence(project, reports, scores.losses, lookup.logs(planner, run), scores.nonfinite)
     causes = ranked(evidence)
-    return Explained(_report(evidence, causes, _unfinished(run), scores), causes, folders, scores.feeds)
+    unfinished = [*_unfinished(run), *scores.skipped]
+    return Explained(_report(evidence, causes, unfinished, scores), causes, folders, scores.feeds)
 
 
 def from_reports(
@@ -162,7 +163,7 @@ def verdict(evidence: Evidence, causes: list[Cause], unfinished: Sequence[str] =
     """Where accuracy was lost, why, and what to do, in sentences.
 
     Args:
-        unfinished: a sentence for each stage that ended in an error.
+        unfinished: a sentence for each stage that ended in an error or whose model can't run.
     """
     sentences = [*unfinished]
     if not evidence.losses and not causes:

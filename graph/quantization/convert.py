@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 
 from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
@@ -62,6 +63,15 @@ class Converted:
     scaled: frozenset[str] = frozenset()
     rounded: Mapping[str, Array] = field(default_factory=dict)
     trained: Light | None = None
+
+
+def runnable(model: Light) -> Light:
+    """The model, or its emulation in float32 where it has float4 or bfloat16, which onnxruntime can't compute with."""
+    model = own_qdq.emulate(model)
+    bfloat16 = [onnx.helper.make_attribute("to", onnx.TensorProto.BFLOAT16)]
+    if any(node.op_type == "Cast" and node.attribute == bfloat16 for node in model.model.graph.node):
+        return mixed_precision.emulate(model)
+    return model
 
 
 def unchanged(model: Light) -> Converted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 
 from layerline.parity import stage_scores
@@ -63,7 +64,43 @@ def test_what_does_not_run_is_left_out_with_its_reason(tmp_path) -> None:
 
     scores = measured(tmp_path, {"ema": 1.0, "export": 1.0}, modules={"ema": refuse})
     assert [row["stage"] for row in scores.rows] == ["export"]
-    assert scores.notes == ["ema was not evaluated: the weights do not fit"]
+    assert scores.skipped == ["ema was not evaluated: the weights do not fit"]
+
+
+def test_bfloat16_which_onnxruntime_lacks_is_emulated(tmp_path) -> None:
+    measured(tmp_path, {"fuse": 1.0})
+    half = models.conv()
+    half.graph.node[0].input[:] = ["x/half", "w/half"]
+    half.graph.node[1].output[0] = "y/half"
+    before = [models.node("Cast", [name], [f"{name}/half"], to=onnx.TensorProto.BFLOAT16) for name in ("x", "w")]
+    after = models.node("Cast", ["y/half"], ["y"], to=onnx.TensorProto.FLOAT)
+    nodes = [*before, *half.graph.node, after]
+    del half.graph.node[:]
+    half.graph.node.extend(nodes)
+    check_emulated(tmp_path, half, rel=1e-2)
+
+
+def test_float4_which_onnxruntime_lacks_is_emulated(tmp_path) -> None:
+    measured(tmp_path, {"fuse": 1.0})
+    small = models.conv()
+    small.opset_import[0].version, small.ir_version = 23, 11
+    stored = np.round(2 * models.WEIGHT).clip(-1, 1)
+    models.artifact(tmp_path / "fuse", models.conv(weight=stored / np.float32(2)))
+    small.graph.initializer[0].CopyFrom(
+        onnx.helper.make_tensor("w/stored", onnx.TensorProto.FLOAT4E2M1, stored.shape, stored.ravel())
+    )
+    small.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(0.5), "s"))
+    small.graph.node.insert(0, models.node("DequantizeLinear", ["w/stored", "s"], ["w"]))
+    check_emulated(tmp_path, small, rel=1e-5)
+
+
+def check_emulated(tmp_path, model, rel) -> None:
+    """The model is quantize's, and fuse's metric is what it should have."""
+    folders = {"fuse": tmp_path / "fuse", "quantize": models.artifact(tmp_path / "quantize", model)}
+    work = Work(inputs={}, task=Task(tmp_path / "task.py"), out=tmp_path, scratch=tmp_path, log=Quiet())
+    scores = stage_scores.measure(work, folders, {}, None)
+    expected, value = (row["value"] for row in scores.rows)
+    assert expected > 0.1 and value == pytest.approx(expected, rel=rel)
 
 
 @pytest.mark.parametrize(
