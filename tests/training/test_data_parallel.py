@@ -900,3 +900,37 @@ def _changed_between(rank: int) -> list[list[float]]:
 def test_gradients_that_the_loop_changes_before_the_step_count_as_changed() -> None:
     for start, end in good(run(_changed_between)):
         assert end == pytest.approx([w - (1.0 + 3 * 2.0) / 2 for w in start])
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ValueError("a bad sample")
+
+
+def _fails_halfway(rank: int, failing: bool) -> list[float]:
+    torch.manual_seed(0)
+    # The last layer is a bucket of its own, which is on its way when the pass fails.
+    model = nn.Sequential(nn.Linear(1, 2), nn.Identity(), nn.Linear(2, 150_000, bias=False))
+    mo = ModelOptimizer(model, {"distributed": {**GLOO, "bucket_mb": 1}, "optimizer": {"name": "sgd", "lr": 0.1}})
+    for step in range(3):
+        x = torch.full((1, 1), 1.0 + rank + step)
+        if failing and step == 1:
+            with pytest.raises(ValueError, match="a bad sample"):
+                mo.step(model[2](_Fails.apply(model[0](x))).square().mean())
+        if step != 1:
+            mo.step(model(x).square().mean())
+    return [float(p.double().sum()) for p in model.parameters()]
+
+
+def _fails_or_not(rank: int) -> list[list[float]]:
+    return [_fails_halfway(rank, failing) for failing in (True, False)]
+
+
+def test_a_loop_goes_on_after_a_backward_pass_that_failed_halfway() -> None:
+    for failed, plain in good(run(_fails_or_not)):
+        assert failed == plain

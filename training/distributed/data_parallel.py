@@ -68,18 +68,20 @@ class Replicas(Peers):
         with self.guarded("the backward pass"):
             self._is_sending = not self._sent_buckets and self.lane.window.micro == self._steps - 1
             self._awaited = list(map(len, self._buckets))
-            yield
-            self.ready()
-            if self._is_sending:
-                self._send_rest()
-            self._is_sending = False
+            try:
+                yield
+                self.ready()
+                if self._is_sending:
+                    self._send_rest()
+            finally:
+                self._is_sending = False
 
     def before_step(self) -> None:
         """Replaces the window's gradients by their mean over the ranks."""
         with self.guarded("reducing gradients"):
             if not self._sent_buckets:
                 self.ready()
-                self._send_rest()
+            self._send_rest()  # a backward pass that failed may have sent some of them
             self._settle_gradients()
             self._settle_buffers()
         self._sent_buckets, self._sent_gradients = [], []
