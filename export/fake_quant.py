@@ -23,6 +23,7 @@ from layerline.export.example_call import place_of
 from layerline.export.fake_quant_ops import container
 from layerline.export.program_queries import stored
 from layerline.export.torch_private import give_fake_quantisation_shapes
+from layerline.graph.analysis.ir_queries import add_initializer
 from layerline.pipeline.errors import StageError
 
 PER_CHANNEL = torch.ops.aten.fake_quantize_per_channel_affine.default
@@ -139,10 +140,8 @@ def store_weights(model: ir.Model, program: ExportedProgram) -> None:
 
 
 def _stored(model: ir.Model, name: str, array: Any) -> ir.Value:
-    tensor = ir.tensor(np.ascontiguousarray(array) if array.ndim else array, name=name)
-    value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    model.graph.register_initializer(value)
-    return value
+    # ascontiguousarray would give a scalar an axis.
+    return add_initializer(model.graph, name, np.ascontiguousarray(array) if array.ndim else array)
 
 
 class _Constants:

@@ -230,6 +230,14 @@ class FreshNames:
         return fresh_name(name, self._taken)
 
 
+def add_initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:
+    """Stores an array in a graph under a name that is free."""
+    tensor = ir.tensor(array, name=name)
+    value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
 def value_names(model: ir.Model) -> set[str]:
     """Names of all values of a model, bodies included."""
     names: set[str] = set()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from layerline.backends.light import Light
-from layerline.graph.analysis.ir_queries import FreshNames
+from layerline.graph.analysis.ir_queries import FreshNames, add_initializer
 from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.quantization.naming import first_output
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of
@@ -62,11 +62,8 @@ def _correct(graph: ir.Graph, names: FreshNames, node: ir.Node, shift: npt.NDArr
     dtype = np.dtype(np.float32)
     if source is not None and source.dtype is not None:
         dtype = source.dtype.numpy()
-    shape = wide.shape
-    name = names.fresh(f"{first_output(node)}/bias")
-    tensor = ir.tensor((wide - shift.reshape(shape)).astype(dtype), name=name)
-    new = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.register_initializer(new)
+    corrected = (wide - shift.reshape(wide.shape)).astype(dtype)
+    new = add_initializer(graph, names.fresh(f"{first_output(node)}/bias"), corrected)
     if len(holder.inputs) <= place:
         holder.resize_inputs(place + 1)
     holder.replace_input_with(place, new)

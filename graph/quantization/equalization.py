@@ -21,7 +21,15 @@ from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.plan import QuantPlan, QuantValue
 from layerline.calib.scales import LEVELS
-from layerline.graph.analysis.ir_queries import FreshNames, constant, name_of, optional_input, rank, value_names
+from layerline.graph.analysis.ir_queries import (
+    FreshNames,
+    add_initializer,
+    constant,
+    name_of,
+    optional_input,
+    rank,
+    value_names,
+)
 from layerline.graph.fusion import channel_groups
 from layerline.graph.fusion.affine_ops import outputs_come_first
 from layerline.graph.fusion.channel_groups import Group
@@ -297,9 +305,5 @@ def _multiply(graph: ir.Graph, names: FreshNames, node: ir.Node, index: int, fac
     array = constant(old)
     assert array is not None
     product = (array * factors).astype(array.dtype)
-    name = names.fresh(f"{old.name}{RESCALED}")
-    tensor = ir.tensor(product, name=name)
-    new = ir.Value(name=name, shape=ir.Shape(product.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.register_initializer(new)
-    node.replace_input_with(index, new)
+    node.replace_input_with(index, add_initializer(graph, names.fresh(f"{old.name}{RESCALED}"), product))
     drop_unread(old)

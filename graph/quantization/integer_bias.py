@@ -9,7 +9,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from layerline.backends.light import Light
-from layerline.graph.analysis.ir_queries import FreshNames, constant
+from layerline.graph.analysis.ir_queries import FreshNames, add_initializer, constant
 from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.quantization.naming import first_output
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of
@@ -54,11 +54,7 @@ def _replace(
     assert old is not None
     stored: list[ir.Value] = []
     for suffix, array in (("quantized", numbers), ("scale", steps), ("zero_point", np.zeros_like(numbers))):
-        name = names.fresh(f"{first_output(node)}/bias/{suffix}")
-        tensor = ir.tensor(array, name=name)
-        value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-        graph.register_initializer(value)
-        stored.append(value)
+        stored.append(add_initializer(graph, names.fresh(f"{first_output(node)}/bias/{suffix}"), array))
     name = names.fresh(f"{first_output(node)}/bias/dequantized")
     output = ir.Value(name=name, shape=old.shape, type=ir.TensorType(stored[1].dtype or ir.DataType.FLOAT))
     node.prepend(ir.node("DequantizeLinear", stored, {"axis": 0}, outputs=[output], name=f"{name}/DequantizeLinear"))

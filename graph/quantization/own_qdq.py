@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from layerline.backends.light import Light
 from layerline.calib.plan import Kept, QuantPlan, QuantValue, Role
-from layerline.graph.analysis.ir_queries import constant, dim
+from layerline.graph.analysis.ir_queries import add_initializer, constant, dim
 from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.quantization.naming import first_output, module_of
 from layerline.graph.quantization.qdq_placement import products
@@ -67,16 +67,11 @@ def without(model: Light) -> Light:
         if output.is_graph_output() or data is None:
             continue
         maker = data.producer()
-        read = [v for v in node.inputs if v is not None]
         value = _as_float(graph, node)
         if value is None and maker is not None and maker.op_type == "QuantizeLinear":
             value = maker.inputs[0]
-        if value is None:
-            continue
-        output.replace_all_uses_with(value)
-        graph.remove(node, safe=True)
-        for each in read:
-            drop_unread(each)
+        if value is not None:
+            _replace(graph, node, value)
     return from_ir(copy)
 
 
@@ -91,15 +86,19 @@ def emulate(model: Light) -> Light:
         data = [node.inputs[0], *(use.node.inputs[0] for use in node.outputs[0].uses() if use.node.inputs)]
         if not any(v is not None and v.dtype == ir.DataType.FLOAT4E2M1 for v in data):
             continue
-        read = [v for v in node.inputs if v is not None]
         value = _as_float(graph, node)
-        if value is None:
-            continue
-        node.outputs[0].replace_all_uses_with(value)
-        graph.remove(node, safe=True)
-        for each in read:
-            drop_unread(each)
+        if value is not None:
+            _replace(graph, node, value)
     return from_ir(copy)
+
+
+def _replace(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
+    """Puts a value in the place of a node's output, and removes the node and what only it read."""
+    inputs = [v for v in node.inputs if v is not None]
+    node.outputs[0].replace_all_uses_with(value)
+    graph.remove(node, safe=True)
+    for read in inputs:
+        drop_unread(read)
 
 
 def _as_float(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
@@ -108,12 +107,9 @@ def _as_float(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
     if stored is None:
         return None
     output = node.outputs[0]
-    name = output.name
+    name = output.name or ""
     output.name = f"{name}/dequantized"
-    tensor = ir.tensor(stored, name=name)
-    value = ir.Value(name=name, shape=ir.Shape(stored.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.register_initializer(value)
-    return value
+    return add_initializer(graph, name, stored)
 
 
 def _dequantizers(graph: ir.Graph) -> Iterator[ir.Node]:

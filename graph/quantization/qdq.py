@@ -24,7 +24,7 @@ from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan, QuantValue
 from layerline.calib.range_candidates import BOUND, bound_of, group_of
 from layerline.calib.scales import Stored, in_blocks, numpy_dtype, quantize
-from layerline.graph.analysis.ir_queries import FreshNames, captures, graph_values
+from layerline.graph.analysis.ir_queries import FreshNames, add_initializer, captures, graph_values
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.analysis.value_ranges import Ranges, greatest
 from layerline.graph.io.ir_convert import from_ir, to_ir
@@ -256,11 +256,7 @@ class _Writer:
 
     def tensor(self, name: str, array: npt.NDArray[Any]) -> ir.Value:
         """A new initializer."""
-        name = self.names.fresh(name)
-        stored = ir.tensor(array, name=name)
-        made = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(stored.dtype), const_value=stored)
-        self.graph.register_initializer(made)
-        return made
+        return add_initializer(self.graph, self.names.fresh(name), array)
 
     def node(
         self,

@@ -322,9 +322,11 @@ class _Placing:
         if len(uses) == 1 and uses[0].node.op_type in FUSED and not value.is_graph_output():
             value = uses[0].node.outputs[0]
         for use in list(value.uses()):
-            free = use.node.graph is self.graph and use.node not in self.skipped and not self._stays_float(use.node)
-            slot = next((s for (v, dtype, _), s in self.slots.items() if v is value and dtype == "uint8"), None)
-            if free and (slot is None or (first_output(use.node), use.idx) not in slot.readers):
+            if use.node.graph is not self.graph or use.node in self.skipped or self._stays_float(use.node):
+                continue
+            # The targets with quantised outputs have uint8 activations, with one scale for the whole value.
+            slot = self.slots.get((value, "uint8", None))
+            if slot is None or (first_output(use.node), use.idx) not in slot.readers:
                 self._want_activation(use.node, use.idx, "int8", f"output of {node.op_type}")
 
     def _want(
