@@ -13,6 +13,7 @@ import numpy.typing as npt
 from layerline.backends.base import Feed
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.io import module_identity, onnx_files
+from layerline.graph.quantization import convert
 from layerline.parity.evaluate import Batch
 from layerline.pipeline.errors import PipeError
 from layerline.pipeline.inputs.batches import leaves
@@ -111,7 +112,7 @@ def _first_value(path: Path, feed: Feed) -> tuple[str, str]:
     model = onnx_files.load(path)
     names = _inner_values(model)
     try:
-        values = OnnxRuntime().open(path, names).run(feed)
+        values = OnnxRuntime().open(convert.runnable(onnx_files.parts(path)), names).run(feed)
     except PipeError:  # a value that can't be an output, such as a sequence
         return "", ""
     for name in names:

@@ -13,6 +13,7 @@ from layerline.compare.backend_compare import BackendSession, compare_on
 from layerline.export import probe_files
 from layerline.export.signature import Signature
 from layerline.graph.io import onnx_files
+from layerline.graph.quantization import convert
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.parity import evaluate
 from layerline.pipeline.inputs.metric import scores
@@ -36,7 +37,8 @@ def compare(stage: str, name: str, work: Work) -> Report:
     session = BackendSession(backend, path)
     records, notes = compare_on(backend, path, session, probe_files.load(folder))
     data = CalibrationData(work, signature.inputs, hooks=(), samples=1, batch_size=evaluate.BATCH)
-    sessions: dict[str, Session] = {"reference": OnnxRuntime().open(path), "candidate": session}
+    reference = OnnxRuntime().open(convert.runnable(onnx_files.parts(path)))
+    sessions: dict[str, Session] = {"reference": reference, "candidate": session}
     by_session, why = _scores(sessions, data)
     metrics: dict[str, Scalar] = {}
     if why:

@@ -206,7 +206,7 @@ def _gemm(attrs: Attrs, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor
 
 def _batch_norm(attrs: Attrs, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     """With the statistics that the model stores: they stay as they are."""
-    return F.batch_norm(x, mean, variance, scale, bias, False, 0.0, attrs.get("epsilon", 1e-5))
+    return F.batch_norm(x, mean.detach(), variance.detach(), scale, bias, False, 0.0, attrs.get("epsilon", 1e-5))
 
 
 def _instance_norm(attrs: Attrs, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:

@@ -6,11 +6,17 @@ import numpy as np
 import onnx
 import pytest
 
+from layerline.backends.light import split
+from layerline.export.signature import Signature, Value
+from layerline.graph.io import onnx_files
+from layerline.graph.quantization import qdq
+from layerline.graph.quantization.qdq_placement import Rules, place
 from layerline.parity import stage_scores
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from tests.backends import models
+from tests.graph.test_qdq import model
 from tests.parity.test_on_backend import Quiet
 
 TASK = """
@@ -101,6 +107,23 @@ def check_emulated(tmp_path, model, rel) -> None:
     scores = stage_scores.measure(work, folders, {}, None)
     expected, value = (row["value"] for row in scores.rows)
     assert expected > 0.1 and value == pytest.approx(expected, rel=rel)
+
+
+def test_weights_in_float4_are_evaluated_by_the_numbers_that_they_stand_for(tmp_path) -> None:
+    net = model("g (float[n, 16] x) => (float[n, 2] y) { y = MatMul (x, w) }", w=np.ones((16, 2), np.float32))
+    stored = qdq.apply(net, qdq.plan(net, place(net, Rules(format="nvfp4")), {}, "minmax"))
+    folders = {}
+    for stage, light in (("fuse", split(net)), ("quantize", stored)):
+        folders[stage] = tmp_path / stage
+        folders[stage].mkdir()
+        onnx_files.save(light, folders[stage])
+        Signature(inputs=(Value(name="x", dtype="float32", shape=("n", 16)),), outputs=()).save(folders[stage])
+    (tmp_path / "task.py").write_text(TASK.replace("(200, 3, 8, 8)", "(200, 16)").replace("axis=(1, 2, 3)", "axis=1"))
+    work = Work(inputs={}, task=Task(tmp_path / "task.py"), out=tmp_path, scratch=tmp_path, log=Quiet())
+    scores = stage_scores.measure(work, folders, {}, None)
+    assert not scores.notes
+    # 1 is a number of the type.
+    assert scores.rows[0]["value"] == pytest.approx(scores.rows[1]["value"], rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,18 @@ def test_weights_in_constants_are_trained_and_written_back():
     assert results["y"].tolist() == [[2, 6], [4, 8]]
 
 
+def test_a_weight_that_is_a_mean_of_a_batch_norm_too_is_trained_where_it_is_a_weight():
+    net = light("g (float[n, 3] x) => (float[n, 3] y) { a = Gemm (x, w, b) y = BatchNormalization (a, s, b, b, v) }",
+                w=RNG.standard_normal((3, 3)).astype(np.float32), b=np.float32([1, 2, 3]), s=np.ones(3, np.float32),
+                v=np.ones(3, np.float32))  # fmt: skip
+    graph = GraphModule(net)
+    x = RNG.standard_normal((4, 3)).astype(np.float32)
+    [result] = graph(torch.from_numpy(x))
+    result.square().sum().backward()
+    np.testing.assert_allclose(result.detach(), OnnxRuntime().open(net).run({"x": x})["y"], rtol=1e-5, atol=1e-5)
+    assert all(weight.grad is not None for weight in graph.weights.parameters())
+
+
 def test_a_batch_of_a_size_that_the_graph_does_not_take_is_told():
     text = """g (float[4, 3] x) => (float[2, 2, 2] y) {
       l = MatMul (x, w)
