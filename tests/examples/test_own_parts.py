@@ -95,7 +95,8 @@ def test_the_stage_stands_in_and_models_run_on_the_backend(pipe: Pipe) -> None:
     code, shown = pipe("diff", "quantize", "--on", "onnx-reference")
     rows = {row["name"]: row for row in shown["report"]["records"]}
     assert code == 0 and shown["report"]["candidate"] == "onnx on onnx-reference"
-    assert {"w", "c", "y"} <= rows.keys() and all(row["rel_l2"] < 1e-5 for row in rows.values())
+    # A stored weight that is only dequantised has no row.
+    assert {"c", "y"} <= rows.keys() and "w" not in rows and all(row["rel_l2"] < 1e-5 for row in rows.values())
     metrics = shown["report"]["metrics"]
     assert metrics["mean"] == pytest.approx(metrics["mean_reference"], rel=1e-5)
 
