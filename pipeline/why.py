@@ -75,7 +75,12 @@ def explain(project: Project, log: Log, run_id: str | None = None) -> Explained:
     scores = _scores(project, folders, log)
     evidence = _evidence(project, reports, scores.losses, lookup.logs(planner, run), scores.nonfinite)
     causes = ranked(evidence)
-    unfinished = [*_unfinished(run), *scores.skipped]
+    # An engine is not evaluated anyway.
+    gone = [record.stage for record in records if artifacts[record.stage] is None and record.kind != "engine"]
+    removed = [
+        f"{stage} was not evaluated: its artifact was removed; pipe run {stage} makes it again" for stage in gone
+    ]
+    unfinished = [*_unfinished(run), *removed, *scores.skipped]
     return Explained(_report(evidence, causes, unfinished, scores), causes, folders, scores.feeds)
 
 

@@ -64,7 +64,9 @@ def read_limits(texts: Sequence[str]) -> dict[str, float]:
             limits[measure] = math.nan
         if not math.isfinite(limits[measure]):
             raise ConfigError(
-                f"expected a number for {measure}, saw {number!r:.80}", where="--fail-under", hint=f"{measure}=20"
+                f"expected a number for {measure}, saw {number!r:.80}",
+                where="--fail-under",
+                hint="sqnr=20, or cosine=0.99",
             )
     return limits
 

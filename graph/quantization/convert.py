@@ -12,7 +12,7 @@ import numpy.typing as npt
 import onnx
 
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light
+from layerline.backends.light import Light, bodies
 from layerline.backends.onnxruntime import int8_flag, int8_note
 from layerline.calib.calibrators import Calibrator
 from layerline.calib.collect import Ranges
@@ -66,11 +66,19 @@ class Converted:
 
 
 def runnable(model: Light) -> Light:
-    """The model, or its emulation in float32 where it has float4 or bfloat16, which onnxruntime can't compute with."""
+    """The model, or what is measured in its place: onnxruntime's CPU kernels lack float4 and bfloat16, and leave out
+    the rounding to float16, overflow included."""
     model = own_qdq.emulate(model)
-    bfloat16 = [onnx.helper.make_attribute("to", onnx.TensorProto.BFLOAT16)]
-    if any(node.op_type == "Cast" and node.attribute == bfloat16 for node in model.model.graph.node):
-        return mixed_precision.emulate(model)
+    graph = model.model.graph
+    half = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
+    # The emulation is made for models that quantize left: float32 outside, and no half values in branches and loops.
+    if any(io.type.tensor_type.elem_type in half for io in (*graph.input, *graph.output)):
+        return model
+    if any(list(bodies(node)) for node in graph.node):
+        return model
+    for node in graph.node:
+        if node.op_type == "Cast" and any(attribute.i in half for attribute in node.attribute):
+            return mixed_precision.emulate(model)
     return model
 
 

@@ -111,6 +111,7 @@ def emulate(model: Model) -> Light:
     The rounded value keeps the name.
     """
     work = to_ir(model)
+    infer_types(work)
     names = FreshNames(work)
     halves = set(TYPES.values())
     for tensor in list(work.graph.initializers.values()):

@@ -73,17 +73,30 @@ def test_what_does_not_run_is_left_out_with_its_reason(tmp_path) -> None:
     assert scores.skipped == ["ema was not evaluated: the weights do not fit"]
 
 
-def test_bfloat16_which_onnxruntime_lacks_is_emulated(tmp_path) -> None:
-    measured(tmp_path, {"fuse": 1.0})
-    half = models.conv()
+def half_precision(dtype, factor=1.0):
+    """The convolution as quantize leaves it in half precision."""
+    half = models.conv(weight=models.WEIGHT * np.float32(factor))
     half.graph.node[0].input[:] = ["x/half", "w/half"]
     half.graph.node[1].output[0] = "y/half"
-    before = [models.node("Cast", [name], [f"{name}/half"], to=onnx.TensorProto.BFLOAT16) for name in ("x", "w")]
+    before = [models.node("Cast", [name], [f"{name}/half"], to=dtype) for name in ("x", "w")]
     after = models.node("Cast", ["y/half"], ["y"], to=onnx.TensorProto.FLOAT)
     nodes = [*before, *half.graph.node, after]
     del half.graph.node[:]
     half.graph.node.extend(nodes)
-    check_emulated(tmp_path, half, rel=1e-2)
+    return half
+
+
+def test_bfloat16_which_onnxruntime_lacks_is_emulated(tmp_path) -> None:
+    measured(tmp_path, {"fuse": 1.0})
+    check_emulated(tmp_path, half_precision(onnx.TensorProto.BFLOAT16), rel=1e-2)
+
+
+def test_an_overflow_of_float16_that_kernels_of_the_cpu_hide(tmp_path) -> None:
+    # The weights are below 65504, and sums of 27 products are not.
+    factor = 30000 / abs(models.WEIGHT).max()
+    measured(tmp_path, {"fuse": factor})
+    scores = evaluated(tmp_path, half_precision(onnx.TensorProto.FLOAT16, factor))
+    assert list(scores.nonfinite) == ["quantize"]
 
 
 def test_float4_which_onnxruntime_lacks_is_emulated(tmp_path) -> None:
@@ -100,12 +113,15 @@ def test_float4_which_onnxruntime_lacks_is_emulated(tmp_path) -> None:
     check_emulated(tmp_path, small, rel=1e-5)
 
 
-def check_emulated(tmp_path, model, rel) -> None:
-    """The model is quantize's, and fuse's metric is what it should have."""
-    folders = {"fuse": tmp_path / "fuse", "quantize": models.artifact(tmp_path / "quantize", model)}
+def evaluated(tmp_path, quantized):
+    folders = {"fuse": tmp_path / "fuse", "quantize": models.artifact(tmp_path / "quantize", quantized)}
     work = Work(inputs={}, task=Task(tmp_path / "task.py"), out=tmp_path, scratch=tmp_path, log=Quiet())
-    scores = stage_scores.measure(work, folders, {}, None)
-    expected, value = (row["value"] for row in scores.rows)
+    return stage_scores.measure(work, folders, {}, None)
+
+
+def check_emulated(tmp_path, quantized, rel) -> None:
+    """The metric of the model is that of fuse."""
+    expected, value = (row["value"] for row in evaluated(tmp_path, quantized).rows)
     assert expected > 0.1 and value == pytest.approx(expected, rel=rel)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -54,3 +55,8 @@ def test_why_names_the_clipped_range_and_tries_the_change(tmp_path, capfd) -> No
     assert code == 0 and worst["extra"]["outputs_sqnr_db"] > 10
     code, _ = pipe("diff", "quantize@last", "quantize@previous", "-C", folder, "--csv", "--fail-under", "own=10")
     assert code == 1
+    _, said = pipe("path", "quantize", "-C", folder)
+    shutil.rmtree(said.strip())
+    _, said = pipe("why", "-C", folder, "--json")
+    notes = json.loads(said)["report"]["notes"]
+    assert notes[0].startswith("quantize was not evaluated: its artifact was removed")
