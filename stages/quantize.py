@@ -45,7 +45,7 @@ class Quantize(Stage):
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 10
+    version: ClassVar[int] = 11
     takes: ClassVar[Mapping[str, str]] = {"model": "fused"}
     gives: ClassVar[str] = "quantized"
     uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric")

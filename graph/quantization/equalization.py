@@ -9,7 +9,7 @@ rounding activations and weights together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,7 +73,7 @@ class Equalized:
     groups: int = 0
 
 
-def equalize(model: Light, plan: QuantPlan, feeds: Sequence[Feed], *, norms: bool) -> Equalized:
+def equalize(model: Light, plan: QuantPlan, feeds: Iterable[Feed], *, norms: bool) -> Equalized:
     """Scales the channels of the values that layers make and layers read.
 
     Args:
@@ -133,7 +133,7 @@ def _shares_weights(group: Group) -> bool:
     return any(weight is not None and len(weight.uses()) > 1 for weight in weights)
 
 
-def _measured(model: Light, tapped: Sequence[tuple[str, int, int]], feeds: Sequence[Feed]) -> dict[str, Channels]:
+def _measured(model: Light, tapped: Sequence[tuple[str, int, int]], feeds: Iterable[Feed]) -> dict[str, Channels]:
     """The channels of values; each comes with its axis and their number."""
     session = OnnxRuntime(few_runs=True).open(model, [name for name, _, _ in tapped])
     amax = {name: np.zeros(count) for name, _, count in tapped}

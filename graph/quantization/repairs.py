@@ -41,7 +41,7 @@ class Repairer:
             plan = rounding.with_scales(calibrated.plan, rounded.entries)
             changed = f"{len(rounded.arrays)} weights" if rounded.arrays else ""
             return dataclasses.replace(calibrated, plan=plan, rounded=rounded, repairs=repairs), changed
-        equalized = equalization.equalize(calibrated.model, calibrated.plan, calibrated.feeds, norms=name == "smooth")
+        equalized = equalization.equalize(calibrated.model, calibrated.plan, self.samples(), norms=name == "smooth")
         if not equalized.groups:
             return calibrated, ""
         worst_db = OutputReference(calibrated.model, calibrated.feeds).least_db(equalized.model)

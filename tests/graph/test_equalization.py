@@ -8,8 +8,9 @@ import pytest
 
 from layerline.backends.light import split
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.graph.quantization import equalization, qdq
-from layerline.graph.quantization.qdq_placement import place
+from layerline.calib.collect import Ranges
+from layerline.graph.quantization import convert, equalization, qdq, repairs
+from layerline.graph.quantization.qdq_placement import Rules, place
 from tests.graph import test_qdq
 from tests.graph.test_qdq import f32, model, run
 from tests.graph.test_range_choice import setup
@@ -94,6 +95,19 @@ def test_the_float_model_computes_the_same_and_its_channels_are_alike(norms, sou
     assert ranges[1].max() / ranges[1].min() < 0.5 * ranges[0].max() / ranges[0].min()
     # Only the other kind of group is there.
     assert equalization.equalize(light, plan, [feed], norms=not norms).groups == 0
+
+
+def test_a_channel_that_few_samples_reach_has_its_range_from_all_of_them():
+    body = "a = MatMul (x, w) r = Relu (a) y = MatMul (r, v)"
+    light, plan, rich = built(ROWS, body, {"w": np.diag(SPREAD), "v": f32(6, 5)})
+    poor = {"x": rich["x"] * np.float32([1e-4, 1, 1, 1, 1, 1])}
+    ranges = Ranges(histograms={}, samples=0)
+    calibrated = convert.Calibrated(model=light, rules=Rules(), plan=plan, ranges=ranges, feeds=[poor])
+    repairer = repairs.Repairer(lambda model: dataclasses.replace(calibrated, model=model), lambda: [poor, rich])
+    repaired, changed = repairer.apply("equalize", calibrated)
+    assert changed == "1 groups"
+    channels = OnnxRuntime().open(repaired.model, ["r"]).run(rich)["r"].reshape(-1, 6).max(axis=0)
+    assert channels[0] < 3 * np.median(channels)
 
 
 def test_channels_in_uint8_are_evened_out_too():
