@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from layerline.pipeline.errors import TaskError
+from layerline.pipeline.errors import TaskError, first_line
 from layerline.pipeline.inputs.batches import (
     SLICE,
     answers,
@@ -310,10 +310,16 @@ class Samples:
 def as_array(value: Any) -> Array:
     """Converts numbers in any container to an array; tensors are detached and copied to the CPU."""
     if hasattr(value, "detach"):
-        value = value.detach().cpu()
-        if str(value.dtype) == "torch.bfloat16":
-            value = value.float()  # numpy has no bfloat16; float32 holds all its values
-        value = value.numpy()
+        try:
+            value = value.detach().cpu()
+            if str(value.dtype) == "torch.bfloat16":
+                value = value.float()  # numpy has no bfloat16; float32 holds all its values
+            value = value.numpy()
+        except (TypeError, RuntimeError) as error:  # a sparse, nested or quantized tensor, or one without data
+            raise TaskError(
+                f"a tensor in the data cannot become an array: {first_line(str(error))}",
+                hint="give plain tensors with data: .to_dense() of a sparse one, .dequantize() of a quantized one",
+            ) from error
     return np.asarray(value)
 
 

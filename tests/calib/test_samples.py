@@ -274,3 +274,15 @@ def test_bfloat16_tensors_arrive_as_their_float32_values():
             raise TypeError("numpy has no bfloat16")
 
     assert as_array(BFloat16(np.float32([1.5]))).tolist() == [1.5]
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested", "meta"])
+def test_a_tensor_that_is_no_array_is_refused(kind):
+    torch = pytest.importorskip("torch")
+    tensor = {
+        "sparse": torch.zeros(4, 3).to_sparse(),
+        "nested": torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)]),
+        "meta": torch.zeros(4, 3, device="meta"),
+    }[kind]
+    with pytest.raises(TaskError, match="a tensor in the data cannot become an array"):
+        list(samples(iter([(tensor,)])))
