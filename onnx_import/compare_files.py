@@ -4,7 +4,7 @@ stages left on their probes."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -94,22 +94,36 @@ def compare_stages(reference: Path, candidate: Path, log: Log, further: Further)
         StageError: a model that onnxruntime can't run.
         ConfigError: the two take other inputs.
     """
-    models = [convert.runnable(onnx_files.parts(folder / onnx_files.FILE)) for folder in (reference, candidate)]
+    models = [onnx_files.parts(folder / onnx_files.FILE) for folder in (reference, candidate)]
+    # An emulation adds values, and gives those that it rounds under their names.
+    ops = [{name: node.op_type for node in light.model.graph.node for name in node.output} for light in models]
+    models = [convert.runnable(light) for light in models]
+    emulation: set[str] = set()
+    for light, stored in zip(models, ops, strict=True):
+        emulation.update(set(computed_values(light.model.graph)) - stored.keys())
     # quantize may raise the opset, and models of one opset can be one graph.
     newest = max(opset_of(light.model) for light in models)
     with contextlib.suppress(StageError):
         models = [raise_opset(light, newest) for light in models]
     _joint_inputs(models[0], models[1], "the second stage")
-    return _compared(models[0], models[1], probe_files.load(reference), [], log, further)
+    report = _compared(models[0], models[1], probe_files.load(reference), [], log, further, emulation)
+    return replace(report, records=tuple(replace(row, op=ops[0].get(row.name, row.op)) for row in report.records))
 
 
 def _compared(
-    reference: Light, candidate: Light, feeds: Sequence[Feed], notes: list[str], log: Log, further: Further
+    reference: Light,
+    candidate: Light,
+    feeds: Sequence[Feed],
+    notes: list[str],
+    log: Log,
+    further: Further,
+    emulation: Collection[str] = (),
 ) -> Report:
+    """Compares the values that both have, but those that an emulation adds."""
     log.say(f"comparing every value on {len(feeds)} feeds")
     values, others = computed_values(reference.model.graph), computed_values(candidate.model.graph)
     # Rounding a value is an error of the layer that reads it, as in the report of quantize.
-    sides = sides_of_qdq(candidate.model.graph, {*values, *candidate.stored})
+    sides = sides_of_qdq(candidate.model.graph, {*values, *candidate.stored}) | set(emulation)
     shared = set(others) - sides
     pairs = {name: name for name in values if name in shared}
     records = compare(reference, candidate, feeds, isolated=True, pairs=pairs)

@@ -152,6 +152,22 @@ def test_what_two_stages_left_is_compared_on_the_probes_of_the_first(tmp_path: P
     assert h.extra[EFFECT] == pytest.approx(10 * math.log10(41 / 0.16), abs=1e-4) and EFFECT not in r.extra
 
 
+def test_values_of_an_emulation_are_not_compared(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, factor in zip(folders, (1.0, 0.5), strict=True):
+        folder.mkdir()
+        half = onnx.parser.parse_model(
+            '<ir_version: 8, opset_import: ["": 17]> g (float[n, 2] x) => (float[n, 2] y) {'
+            f" a = Cast <to = 16> (x) w = Constant <value = float {{{factor}}}> () v = Cast <to = 16> (w)"
+            " h = Mul (a, v) y = Cast <to = 1> (h) }"
+        )
+        onnx.save(half, folder / "model.onnx")
+    probe_files.save(folders[0], [{"x": np.float32([[3, 4]])}])
+    by_name = {record.name: record for record in compare_stages(*folders, Silent(), Further()).records}
+    assert by_name.keys() <= {"a", "v", "h", "y"}
+    assert by_name["h"].rel_l2 == pytest.approx(0.5) and by_name["h"].op == "Mul" and by_name["a"].max_abs == 0
+
+
 @pytest.mark.parametrize("order", ["own", "network"])
 def test_the_smallest_model_that_shows_a_difference_and_the_script(order: str, tmp_path: Path) -> None:
     data = samples(tmp_path / "x.npz", x=[[3, 1], [3, 10]])
