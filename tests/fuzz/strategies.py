@@ -219,7 +219,8 @@ def documents(draw: Draw, document: Any) -> Any:
         elif how == "key" and isinstance(inside, dict):
             inside[draw(texts)] = inside[key]
         else:
-            inside[key] = draw(values)
+            # Lists and dicts of the strategy are the same objects in every example, and later changes may go into them.
+            inside[key] = copy.deepcopy(draw(values))
     return out[0]
 
 
