@@ -12,7 +12,7 @@ run: $(READY)  ## The main job: the MNIST example, from training to an engine.
 	$(BIN)/pipe run all --project $(MNIST)
 
 test: $(READY) lint  ## Static checks and the tests, in up to four processes.
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .
