@@ -218,36 +218,50 @@ class Search:
 
     def _quantized_again(self, kept: frozenset[str]) -> frozenset[str]:
         """Tries to quantise layers again, in groups that are halved where the budget fails."""
-        groups = [sorted(kept, key=lambda layer: (-self._savings[layer], layer))]
-        while groups and self._evaluations < MOST_EVALUATIONS:
+
+        def accepts(group: list[str]) -> bool:
+            nonlocal kept
+            fewer = kept - frozenset(group)
+            if self._holds(fewer):
+                kept = fewer
+                return True
+            if len(group) == 1:
+                self._reasons[group[0]] = self._failing(group[0], self._verdicts[fewer])
+            return False
+
+        self._offer(kept, accepts, MOST_EVALUATIONS)
+        return kept
+
+    def _offer(self, layers: frozenset[str], accepts: Callable[[list[str]], bool], limit: int) -> None:
+        """Offers layers as one group, those that save most first; a group that is not accepted is offered in halves.
+
+        Args:
+            limit: how many evaluations end it.
+        """
+        groups = [sorted(layers, key=lambda layer: (-self._savings[layer], layer))]
+        while groups and self._evaluations < limit:
             group = groups.pop(0)
-            if self._holds(kept - frozenset(group)):
-                kept -= frozenset(group)
-            elif len(group) > 1:
+            if not accepts(group) and len(group) > 1:
                 middle = len(group) // 2
                 groups = [group[:middle], group[middle:], *groups]
-            else:
-                self._reasons[group[0]] = self._failing(group[0], self._verdicts[kept - frozenset(group)])
-        return kept
 
     def _outcome(self, kept: frozenset[str], converted: Converted) -> Outcome:
         formats = self._formats(kept)
         in_half = {**formats, **dict.fromkeys(kept, self.half_type)}
-        groups: list[list[str]] = []
-        if kept and self.half_type and self._costs.cost(in_half) < self._costs.cost(formats):
-            groups.append(sorted(kept, key=lambda layer: (-self._savings[layer], layer)))
         halved: frozenset[str] = frozenset()
         plain = converted
-        limit = max(MOST_EVALUATIONS, self._evaluations + 1)
-        while groups and self._evaluations < limit:
-            group = groups.pop(0)
+
+        def accepts(group: list[str]) -> bool:
+            nonlocal halved, converted
             tried = halved | frozenset(group)
             candidate = self.make(kept, tried)
-            if self._evaluate(candidate, kept, f"{len(tried)} of these {len(kept)} in {self.half_type}").passed:
+            passed = self._evaluate(candidate, kept, f"{len(tried)} of these {len(kept)} in {self.half_type}").passed
+            if passed:
                 halved, converted = tried, candidate
-            elif len(group) > 1:
-                middle = len(group) // 2
-                groups = [group[:middle], group[middle:], *groups]
+            return passed
+
+        if kept and self.half_type and self._costs.cost(in_half) < self._costs.cost(formats):
+            self._offer(kept, accepts, max(MOST_EVALUATIONS, self._evaluations + 1))
         # Half precision has its own reasons to leave a layer in float32, such as its range.
         single = {item.name for item in converted.plan.kept[len(plain.plan.kept) :]}
         formats.update(dict.fromkeys(halved - single, self.half_type))
