@@ -111,7 +111,11 @@ def main() -> None:
                 out = subprocess.run(line, check=True, capture_output=True, text=True).stdout
                 kept.append(json.loads(out.splitlines()[-1]))
                 print(f"{who}: {kept[-1]}")
-    median = {w: {k: statistics.median(r[k] for r in kept) for k in kept[0]} for w, kept in runs.items()}
+    median: dict[str, dict[str, float]] = {}
+    for who, kept in runs.items():
+        median[who] = {}
+        for figure in kept[0]:
+            median[who][figure] = statistics.median(run[figure] for run in kept)
     result = {
         "name": f"compare every value, ResNet-18, {options.samples} samples",
         "ours": round(median["ours"]["seconds"], 2),
