@@ -8,7 +8,6 @@ constant), and from the weights that read it, whose bias takes the constant over
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,20 +26,15 @@ from layerline.graph.analysis.ir_queries import (
 from layerline.graph.fusion import affine_ops
 from layerline.graph.fusion.firing import Declined
 
-# What these give for a channel that holds one number.
-_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
-    "Relu": lambda c: np.maximum(c, 0.0),
-    "Sigmoid": lambda c: 1.0 / (1.0 + np.exp(-c)),
-    "Tanh": np.tanh,
-    "Identity": lambda c: c,
-    "Dropout": lambda c: c,
-    "Neg": lambda c: -c,
-    "Abs": np.abs,
-}
-# These keep a zero at zero; what they make of another number is left open.
-_ZERO_STAYS = frozenset({"LeakyRelu", "Elu", "Selu", "Celu", "Gelu", "Mish", "HardSwish", "Erf", "Softsign"})
+ONE_TO_ONE = frozenset(
+    {
+        *("Relu", "Sigmoid", "Tanh", "Identity", "Dropout", "Neg", "Abs"),
+        *("LeakyRelu", "Elu", "Selu", "Celu", "Gelu", "Mish", "HardSwish", "Erf", "Softsign"),
+    }
+)
+"""Each element of their output is computed from the same element of their input."""
 _POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"})
-_BINARY = frozenset({"Add", "Sub", "Mul"})
+BINARY = frozenset({"Add", "Sub", "Mul"})
 # These multiply their output with a positive factor where their input is multiplied with it.
 _HOMOGENEOUS = frozenset({"Relu", "LeakyRelu", "PRelu", "Identity", "Dropout", "Neg", "Abs", *_POOLS})
 # Their scale and bias hold one number for each channel: the channels lie on the last axis, or on axis 1.
@@ -222,7 +216,7 @@ def _through(group: Group, node: ir.Node, value: ir.Value) -> list[tuple[ir.Valu
     place = group.places[value]
     if node.op_type in _FLATTENING:
         return _flat(group, node, data, value)
-    if node.op_type in _BINARY:
+    if node.op_type in BINARY:
         return _binary(group, node, value)
     if not _keeps_channels(group, node, place):
         raise Declined(f"{label} reads {value.name} and is not followed channel by channel")
@@ -238,7 +232,7 @@ def _keeps_channels(group: Group, node: ir.Node, place: Place) -> bool:
         passes_factors = clip_bounds(node) in ((0.0, math.inf), (-math.inf, math.inf))
     if group.scaling and not passes_factors:
         return False
-    if op in _FUNCTIONS or op in _ZERO_STAYS:
+    if op in ONE_TO_ONE:
         return True
     # One slope per channel would have to be cut with them.
     if op in ("Clip", "PRelu"):
@@ -284,12 +278,12 @@ def _binary(group: Group, node: ir.Node, value: ir.Value) -> list[tuple[ir.Value
         stored = constant(other)
         if stored is None:
             more.append((other, place))
-        elif _size_along(stored, rank(out) or 0, axis) not in (1, group.channels * spread):
-            raise Declined(f"{other.name} has {_size_along(stored, rank(out) or 0, axis)} channels")
+        elif size_along(stored, rank(out) or 0, axis) not in (1, group.channels * spread):
+            raise Declined(f"{other.name} has {size_along(stored, rank(out) or 0, axis)} channels")
     return more
 
 
-def _size_along(array: Array, out_rank: int, axis: int) -> int:
+def size_along(array: Array, out_rank: int, axis: int) -> int:
     """Size of a constant along an axis of what it is broadcast to."""
     own_axis = axis - (out_rank - array.ndim)
     return 1 if own_axis < 0 else int(array.shape[own_axis])
@@ -332,98 +326,3 @@ def _flattened(group: Group, node: ir.Node, data: ir.Value, label: str) -> int:
         if target is None or target.size != 2 or int(target[1]) not in (-1, group.channels * spread):
             raise Declined(f"the shape of {label} is computed")
     return spread
-
-
-def constants(group: Group, order: list[ir.Node]) -> dict[ir.Value, Array]:
-    """One number for each channel of each value: what it holds everywhere, or NaN."""
-    held: dict[ir.Value, Array] = {}
-    for node in order:
-        if node in group.producers:
-            linear = group.producers[node]
-            # A channel without weights gives its bias, whatever the layer is fed.
-            is_zero = ~affine_ops.rows(node, linear.weight).any(axis=1)
-            held[node.outputs[0]] = np.where(is_zero, linear.bias.astype(np.float64), np.nan)
-        elif node in group.between:
-            held[node.outputs[0]] = _of_node(group, node, held)
-    return held
-
-
-def _of_node(group: Group, node: ir.Node, held: Mapping[ir.Value, Array]) -> Array:
-    op = node.op_type
-    if op in _BINARY:
-        return _of_binary(group, node, held)
-    data = node.inputs[0]
-    assert data is not None
-    numbers = held.get(data, group.unknown())
-    if op in _FUNCTIONS:
-        return np.asarray(_FUNCTIONS[op](numbers))
-    # Beside the zeros of the padding another constant would be constant no more.
-    if op in _ZERO_STAYS or op == "PRelu" or (op == "AveragePool" and pads(node)):
-        return np.where(numbers == 0, 0.0, np.nan)
-    if op == "Clip":
-        low = constant(optional_input(node, 1))
-        high = constant(optional_input(node, 2))
-        if low is not None:
-            numbers = np.maximum(numbers, float(low))
-        if high is not None:
-            numbers = np.minimum(numbers, float(high))
-        return numbers
-    if op == "BatchNormalization":
-        gamma, beta, mean, var = (np.asarray(constant(v), np.float64) for v in node.inputs[1:5])
-        return (numbers - mean) / np.sqrt(var + node.attributes.get_float("epsilon", 1e-5)) * gamma + beta
-    if op == "Conv":
-        # Depthwise: every output of a channel sums the same kernel over one constant.
-        weight = np.asarray(constant(node.inputs[1]), np.float64).reshape(group.channels, -1).sum(axis=1)
-        bias = constant(optional_input(node, 2))
-        shift = bias.astype(np.float64) if bias is not None else np.zeros(group.channels)
-        computed = np.where(numbers == 0, shift, shift + weight * numbers)
-        return np.where((numbers != 0) & pads(node), np.nan, computed)
-    return numbers
-
-
-def _of_binary(group: Group, node: ir.Node, held: Mapping[ir.Value, Array]) -> Array:
-    a, b = (_side(group, node, value, held) for value in node.inputs if value is not None)
-    with np.errstate(invalid="ignore"):
-        if node.op_type == "Add":
-            return a + b
-        if node.op_type == "Sub":
-            return a - b
-        # A zero on one side is enough: a channel that is gated off is 0 whatever the gate is fed.
-        return np.where((a == 0) | (b == 0), 0.0, a * b)
-
-
-def _side(group: Group, node: ir.Node, value: ir.Value, held: Mapping[ir.Value, Array]) -> Array:
-    stored = constant(value)
-    if stored is None:
-        return held.get(value, group.unknown())
-    out = node.outputs[0]
-    axis, spread = group.places[out]
-    if stored.size == 1:
-        return np.full(group.channels, float(stored.reshape(-1)[0]))
-    if spread == 1 and stored.size == group.channels == _size_along(stored, rank(out) or 0, axis):
-        return stored.reshape(-1).astype(np.float64)
-    return group.unknown()
-
-
-def pads(node: ir.Node) -> bool:
-    """Whether a node pads with zeros, beside which a constant is constant no more."""
-    amounts = node.attributes.get_ints("pads") or ()
-    return any(amounts) or node.attributes.get_string("auto_pad", "NOTSET") not in ("NOTSET", "VALID")
-
-
-def removable(group: Group, held: Mapping[ir.Value, Array]) -> Array:
-    """Which channels can go: constant wherever a layer reads them; zero where that layer pads. One at least stays."""
-    gone = np.ones(group.channels, dtype=bool)
-    for node in group.consumers:
-        data = node.inputs[0]
-        assert data is not None
-        numbers = held.get(data, group.unknown())
-        fits = np.isfinite(numbers)
-        # A MatMul of more axes takes no bias that could hold what the channel adds.
-        takes_no_bias = node.op_type == "MatMul" and rank(node.outputs[0]) != 2
-        if takes_no_bias or (node.op_type == "Conv" and pads(node)):
-            fits &= numbers == 0
-        gone &= fits
-    if gone.all():
-        gone[0] = False
-    return gone

@@ -18,7 +18,8 @@ from layerline.backends.base import MODULE
 from layerline.graph.analysis.ir_queries import Array, constant, name_of, optional_input, rank
 from layerline.graph.analysis.provenance import SOURCES, sources
 from layerline.graph.fusion.affine_ops import outputs_come_first, rows
-from layerline.graph.fusion.channel_groups import Group, constants, gather, removable
+from layerline.graph.fusion.channel_constants import constants, removable
+from layerline.graph.fusion.channel_groups import Group, gather
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import everywhere
