@@ -91,7 +91,7 @@ def _last_word(error: BaseException | None) -> None:
     from layerline.training.distributed import ranks as joined
 
     for group in joined._JOINED.values():
-        group.pulse.close(error)
+        group.phases.close(error)
 
 
 def _free_port() -> int:

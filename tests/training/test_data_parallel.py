@@ -18,7 +18,7 @@ from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.inputs.untrusted import launched
 from layerline.training.config.sections import Config
-from layerline.training.distributed import heartbeat, rendezvous
+from layerline.training.distributed import rendezvous
 from layerline.training.loop.masks import Gradual
 from layerline.training.model.split_tensors import whole
 from layerline.training.setup import capabilities
@@ -651,7 +651,6 @@ def test_the_first_difference_between_ranks_is_named_on_every_rank() -> None:
 
 
 def _late(rank: int, behaviour: str) -> str:
-    heartbeat._BEAT_S = 0.2
     limit = {"absent": 1.5, "hangs": 2}.get(behaviour, 30)
     config = {"distributed": {"backend": "gloo", "timeout_s": limit}}
     if rank == 1 and behaviour == "absent":
@@ -686,9 +685,9 @@ _PLACE = "the user's code after the update of step 2"
         ("absent", ["rank 0: rank 1 of 2 did not come within 1.5 s"]),
         ("fewer", ["of step 3 failed", f"rank 1 ended without an error in {_PLACE}", "it had fewer batches"]),
         ("saves alone", ["save_ckpt, which every rank has to call, of step 3 failed", "rank 1 ended without an error"]),
-        ("killed", ["of step 3 failed", "rank 1 gives no sign of life; it was last seen in"]),
-        ("hangs", ["of step 3 failed after 2 s", f"rank 1 is alive and has been in {_PLACE} for"]),
-        ("raises", ["of step 3 failed", "rank 1 ended with", "forward of step 3", "its input is (4, 9), here (24, 5)"]),
+        ("killed", ["of step 3 failed", f"rank 1 was last seen in {_PLACE}"]),
+        ("hangs", ["of step 3 failed after 2 s", f"rank 1 was last seen in {_PLACE}"]),
+        ("raises", ["of step 3 failed", "rank 1 ended with RuntimeError", _PLACE]),
     ],
 )  # fmt: skip
 def test_a_rank_that_does_not_come_ends_in_a_message_that_names_it(behaviour: str, expected: list[str]) -> None:

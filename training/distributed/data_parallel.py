@@ -29,7 +29,7 @@ def prepare(model: nn.Module, config: Config, ranks: Ranks) -> None:
     """Checks that every rank has the same model, and copies the weights of rank 0; before an optimizer is made."""
     names = named(model)
     ranks.compare(lines(names, config))
-    with ranks.pulse.guarded("sharing weights", 0), torch.no_grad():
+    with ranks.phases.guarded("sharing weights", 0), torch.no_grad():
         ranks.spread([t.detach() for t in names.tensors.values()], config.distributed.bucket_mb * 2**20)
 
 
@@ -65,7 +65,7 @@ class Replicas(Peers):
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Wraps each backward pass. The first one of the window's last micro-batch sends the gradients."""
-        with self.guarded("the backward pass"):
+        with super().backward():
             self._is_sending = not self._sent_buckets and self.lane.window.micro == self._steps - 1
             self._awaited = list(map(len, self._buckets))
             try:

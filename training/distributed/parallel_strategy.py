@@ -6,20 +6,19 @@ import math
 import statistics as numbers
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from layerline.training.distributed.ranks import Ranks, flattened, kind, unflatten
+from layerline.training.distributed.rendezvous import USERS_CODE
 from layerline.training.loop.ema import statistics
 from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.canonical_names import Slots
-from layerline.training.model.hooks import Attached
 from layerline.training.policy import Policy
 
 if TYPE_CHECKING:
@@ -47,13 +46,14 @@ class Peers(Policy, ABC):
         # A number for the other ranks (a wish to save, to stop), and the greatest of all ranks' at the last step.
         self.ask = self.asked = 0.0
         self._since, self._ready = time.perf_counter(), 0.0
-        lane.model.register_forward_pre_hook(Attached(self._enters), with_kwargs=True)
-        lane.model.register_forward_hook(Attached(self._leaves))
         lane.monitor.add_columns(list(self.figures()))
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Around each backward pass."""
-        return self.guarded("the backward pass")
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Wraps each backward pass."""
+        with self.guarded("the backward pass"):
+            yield
+        self.ranks.phases.at(f"{USERS_CODE} the backward pass", self.lane.steps + 1)
 
     @abstractmethod
     def before_step(self) -> None:
@@ -77,8 +77,8 @@ class Peers(Policy, ABC):
         return columns | {f"step_s/{rank}": s for rank, s in enumerate(seconds)}
 
     def guarded(self, phase: str) -> AbstractContextManager[None]:
-        """A part of the step in which ranks wait for each other; see Pulse.guarded."""
-        return self.ranks.pulse.guarded(phase, self.lane.steps + 1)
+        """A part of the step in which ranks wait for each other; see Phases.guarded."""
+        return self.ranks.phases.guarded(phase, self.lane.steps + 1)
 
     def ready(self) -> None:
         """This rank's own gradients are there."""
@@ -96,7 +96,7 @@ class Peers(Policy, ABC):
             self._own_share = (now - self._ready) / (now - self._since)
         self._since, self.ask = now, 0.0
         self._review()
-        self.ranks.pulse.at("the user's code after the update", self.lane.steps + 1)
+        self.ranks.phases.at(f"{USERS_CODE} the update", self.lane.steps + 1)
         return tuple(sum(column) / len(rows) for column in zip(*rows, strict=True))[: len(values)]
 
     def _review(self) -> None:
@@ -141,7 +141,7 @@ class Peers(Policy, ABC):
     def shared_window(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state of a window in a form that any number of ranks can go on from: the mean of loss and weight. Ranks
         may have run different numbers of backward passes."""
-        with self.ranks.pulse.guarded("save_ckpt, which every rank has to call,", self.lane.steps):
+        with self.ranks.phases.guarded("save_ckpt, which every rank has to call,", self.lane.steps):
             states: list[dict[str, Any]] = self.ranks.gather(state)
             begun = (s for s in states if s["weighted"] is not None or s["micro"])
             shared = dict(next(iter(begun), state))
@@ -152,7 +152,7 @@ class Peers(Policy, ABC):
     def mean_by_name(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The mean over the ranks of what each has by parameter name, for an open window; a rank may have nothing for a
         layer that it left out."""
-        with self.ranks.pulse.guarded("save_ckpt, which every rank has to call,", self.lane.steps):
+        with self.ranks.phases.guarded("save_ckpt, which every rank has to call,", self.lane.steps):
             names: set[str] = set()
             for names_of_rank in self.ranks.gather(list(tensors)):
                 names.update(names_of_rank)
@@ -168,14 +168,6 @@ class Peers(Policy, ABC):
     def split(self, tensors: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:  # noqa: ARG002
         """This rank's part of a lane's tensors, as a checkpoint names them."""
         return tensors
-
-    def _enters(self, args: Any, kwargs: Any) -> None:
-        pulse = self.ranks.pulse
-        pulse.at("forward", self.lane.steps + 1)
-        pulse.inputs = ", ".join(str(tuple(t.shape)) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-
-    def _leaves(self, *_: Any) -> None:
-        self.ranks.pulse.at("the user's code after the forward pass", self.lane.steps + 1)
 
     @torch.no_grad()
     def _settle_buffers(self) -> None:

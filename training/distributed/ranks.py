@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,8 +17,7 @@ from layerline.pipeline.errors import PipeError, StageError
 from layerline.pipeline.inputs.untrusted import launched
 from layerline.training.config.sections import Config, DistributedConfig
 from layerline.training.distributed import rendezvous as launch
-from layerline.training.distributed.heartbeat import Pulse
-from layerline.training.distributed.rendezvous import meet, rendezvous
+from layerline.training.distributed.rendezvous import Phases, meet, rendezvous
 from layerline.training.model.canonical_names import Named
 
 _MEETINGS = itertools.count()
@@ -49,8 +49,7 @@ class Ranks:
             elif device.index is not None:
                 torch.cuda.set_device(device)
             self.device = torch.device("cuda", torch.cuda.current_device())
-        # Heartbeats of the ranks
-        self.pulse = Pulse(store, self.rank, self.size, 0.8 * config.timeout_s if nccl else None)
+        self.phases = Phases(store, self.rank, self.size)
 
     def floats(self, *values: float) -> list[list[float]]:
         """The values of all ranks, in the order of ranks, by one collective."""
@@ -74,7 +73,7 @@ class Ranks:
                 outcome[0] = action()
             except PipeError as error:
                 outcome[1] = error
-        with self.pulse.guarded("waiting for rank 0", self.pulse.step):
+        with self.phases.guarded("waiting for rank 0", self.phases.step):
             dist.broadcast_object_list(outcome, 0)
         if outcome[1] is not None:
             raise outcome[1]
@@ -100,7 +99,7 @@ class Ranks:
     ) -> None:
         """Refuses to train where ranks differ."""
         # Ranks that are missing are named here: a collective could only wait for them.
-        meet(self.store, f"lines/{next(_MEETINGS)}", self.rank, self.size, self.timeout_s, self.pulse.ended)
+        meet(self.store, f"lines/{next(_MEETINGS)}", self.rank, self.size, self.timeout_s, self.phases.ended)
         first, *others = self.gather(list(lines))
         for rank, theirs in enumerate(others, start=1):
             for a, b in itertools.zip_longest(first, theirs):
@@ -121,6 +120,8 @@ def join(config: DistributedConfig, device: torch.device) -> Ranks | None:
     backend: str = config.backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and config.offload:
         backend = "cpu:gloo,cuda:nccl"  # NCCL doesn't send tensors in CPU memory
+    # NCCL's collectives don't raise: its watchdog logs which ranks are late, and ends the process.
+    os.environ.setdefault("TORCH_NCCL_DESYNC_DEBUG", "1")
     # A new name each time: entries of an earlier group are still in the store.
     store = PrefixStore(f"group/{next(_MEETINGS)}", rendezvous(config.timeout_s))
     meet(store, "start", rank, size, config.timeout_s)
@@ -143,7 +144,7 @@ def together() -> Iterator[None]:
         yield
     except BaseException as error:
         for group in _JOINED.values():
-            group.pulse.close(error)
+            group.phases.close(error)
         raise
     if joined():
         group = _JOINED.pop(dist.group.WORLD)
@@ -151,7 +152,7 @@ def together() -> Iterator[None]:
         group.store.set(f"end/here/{group.rank}", "")
         if group.rank == 0:
             meet(group.store, "end", group.rank, group.size, group.timeout_s)
-        group.pulse.close()
+        group.phases.close()
         dist.destroy_process_group()
 
 

@@ -1,11 +1,16 @@
-"""What the launcher says, and the store in which ranks meet before they are a group; a failed wait names the ranks."""
+"""What the launcher says, and the store in which ranks meet before they are a group. Each rank posts there what it is
+doing, so that a failed wait names the ranks that are missing."""
 
 from __future__ import annotations
 
+import atexit
 import functools
+import json
 import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -13,8 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from layerline.pipeline.errors import ConfigError, StageError, Unavailable
+from layerline.pipeline.errors import ConfigError, PipeError, StageError, Unavailable, first_line
 from layerline.pipeline.inputs.untrusted import integer, is_number, launched
+
+# Parts of the messages of gloo and NCCL errors. Other RuntimeErrors of a backward pass come from the model.
+_MARKS = ("gloo", "NCCL", "c10d", "pair closure", "Connection closed by peer", "Connection reset by peer")
+# A rank that fails posts its error as it ends; the others notice the broken connection at about the same time.
+_LAST_POST_S = 0.5
+USERS_CODE = "the user's code after"
 
 
 def device(kind: str) -> torch.device:
@@ -93,3 +104,90 @@ def follow(place: str, *, timeout_s: float) -> bool:
     except dist.DistError as error:
         raise StageError(f"rank 0 is gone before it said whether {place} runs", where=f"rank {rank}") from error
     return runs
+
+
+class Phases:
+    """Posts what this rank is doing to the store in which the ranks met, and names the ranks that others wait for. The
+    posts are read only when a collective has failed."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.rank, self.size, self.step = rank, size, 0
+        self._store, self._phase, self._has_ended = store.clone(), "starting", False
+        # The interpreter keeps an uncaught exception in sys.
+        atexit.register(lambda: self.close(getattr(sys, "last_value", None)))
+
+    def at(self, phase: str, step: int) -> None:
+        """Posts the phase that this rank begins."""
+        self._phase, self.step = phase, step
+        self._post("")
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Posts that this rank has ended, and why."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        outcome = "without an error"
+        if error is not None:
+            message = error.what if isinstance(error, PipeError) else str(error)
+            outcome = f"with {type(error).__name__}: {first_line(message)[:300]}"
+        self._post(outcome)
+
+    @contextmanager
+    def guarded(self, phase: str, step: int) -> Iterator[None]:
+        """A part of a step in which this rank waits for others."""
+        self.at(phase, step)
+        since = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or any(mark in str(error) for mark in _MARKS):
+                raise StageError(
+                    f"{phase} of step {step} failed after {time.monotonic() - since:.0f} s: {self.diagnose()}",
+                    where=f"rank {self.rank}", hint=f"from torch: {first_line(str(error))[:300]}",
+                ) from error  # fmt: skip
+            raise
+
+    def diagnose(self) -> str:
+        """A message that names the ranks that are missing, behind or gone."""
+        time.sleep(_LAST_POST_S)
+        try:
+            messages = [self._about(rank) for rank in range(self.size) if rank != self.rank]
+        except RuntimeError:
+            if self.rank == 0:
+                return "the store does not answer"
+            return "rank 0 is gone: the store that it keeps does not answer"
+        text = "; ".join(filter(None, messages))
+        return text or "no rank is behind: one was killed, or the connection between them is broken"
+
+    def ended(self, ranks: Sequence[int]) -> str:
+        """A message that names those of these ranks that have ended; "" for none."""
+        states = {rank: self._state(rank) for rank in ranks}
+        return "; ".join(self._about(rank) for rank, state in states.items() if state and state["ended"])
+
+    def _about(self, rank: int) -> str:
+        """What is unusual about a rank; "" where nothing is."""
+        state = self._state(rank)
+        if state is None:
+            return f"rank {rank} never started"
+        place = f"{state['phase']} of step {state['step']}"
+        if state["ended"]:
+            had_fewer = "without" in state["ended"] and state["step"] <= self.step
+            return f"rank {rank} ended {state['ended']} in {place}" + (" (it had fewer batches)" if had_fewer else "")
+        waits_for_others = not state["phase"].startswith(USERS_CODE)
+        if (state["step"], waits_for_others) < (self.step, True):
+            return f"rank {rank} was last seen in {place}"
+        return ""
+
+    def _state(self, rank: int) -> dict[str, Any] | None:
+        key = f"phase/{rank}"
+        if not self._store.check([key]):
+            return None
+        state: dict[str, Any] = json.loads(self._store.get(key))
+        return state
+
+    def _post(self, ended: str) -> None:
+        state = {"step": self.step, "phase": self._phase, "ended": ended}
+        try:
+            self._store.set(f"phase/{self.rank}", json.dumps(state))
+        except RuntimeError:
+            return  # the rank that keeps the store is gone: the next collective fails and reports it

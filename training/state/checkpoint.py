@@ -108,7 +108,7 @@ def state(mo: Training, *, timings: bool = True) -> tuple[Tensors, dict[str, Any
             "rng": pack(tuple(rng_state.draws()), "rng", tensors)}  # fmt: skip
     if mo.ranks is not None:
         if timings:
-            with mo.ranks.pulse.guarded("save_ckpt, which every rank has to call,", mo.global_step):
+            with mo.ranks.phases.guarded("save_ckpt, which every rank has to call,", mo.global_step):
                 rng_of_ranks = mo.ranks.gather(tuple(rng_state.draws()))
             meta["ranks"] = []
             for rank in range(1, len(rng_of_ranks)):
