@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from layerline.pipeline.errors import ConfigError, machine_lacks
 from layerline.training.config import aliases
 from layerline.training.config.sections import Config
-from layerline.training.data.loss import default_loss
-from layerline.training.diagnostics.verify_accumulation import AccumulationCheck, verify
 from layerline.training.loop import ema_swap, halving, loop_mistakes, memory_report, model_sync
 from layerline.training.loop.best_checkpoints import FOLDER, Best
 from layerline.training.loop.halving import Forward
@@ -450,28 +448,10 @@ class ModelOptimizer:
         """Calls `call` (such as `wandb.log`) with each new row of the log. With several ranks, only rank 0 does."""
         self._lane(only, "on_log").monitor.track(call)
 
-    def verify_accumulation(
-        self,
-        batch: Any,
-        loss: Callable[[nn.Module, Any], Tensor] = default_loss,
-        *,
-        micro: int = 0,
-        only: str | None = None,
-    ) -> AccumulationCheck:
-        """Compares the gradient of a batch with the one accumulated over parts of it, within a stated bound.
-
-        Args:
-            batch: (inputs…, target), or a dict by input name.
-            loss: the mean loss of (model, batch).
-            micro: number of parts, of unequal size; 0: `accumulate.steps`, at least 3.
-        """
-        parts = micro or max(self.config.accumulate.steps, 3)
-        return verify(self._lane(only, "verify_accumulation"), batch, loss, parts)
-
     # What it does.
 
     def plan(self, only: str | None = None) -> Plan:
-        """Groups, learning-rate curve, bytes planned and measured, and notes; print() it."""
+        """Groups, learning-rate curve and notes; print() it."""
         return plan_all(self.lanes) if only is None else plan(self._lane(only, "plan"))
 
     def prove_resume(self, steps: int, make: str, *, start: str | Path | None = None) -> Proof:

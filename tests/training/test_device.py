@@ -108,7 +108,6 @@ def _everything(rank: int, path: str) -> dict[str, Any]:
     mo.apply_mask({"0.weight": MASK})
     _epoch(mo, device, rank, 2)
     out["masked"] = _mine(mo)["0.weight"]
-    out["check"] = mo.verify_accumulation(_data(device)).passed
     return out
 
 
@@ -124,7 +123,7 @@ def test_an_offloaded_model_trains_as_one_on_the_cpu_and_goes_on_bit_for_bit(off
     for found in offloaded:
         assert all(abs(found["first"][n] - t.numpy()).max() < 2e-6 for n, t in alone.export().items())
         assert found["norm"] == pytest.approx(alone.grad_norm, rel=1e-5)
-        assert found["resumed"] and found["check"]
+        assert found["resumed"]
         assert not found["masked"][MASK == 0].any() and found["masked"].any()
 
 

@@ -94,7 +94,6 @@ class LaneState:
         self.peers: RankExchange | None = None  # the exchange with other ranks; None in a single process
         self.masks: Policy | None = None
         self.judge: RejectionPolicy | None = None  # what follows rejected steps; None for the default policy
-        self.gradient_bytes = 0
         self.largest_part: int | None = None  # greatest number of samples in a pass, where a whole batch did not fit
         # Accepted and rejected steps, rejected ones in a row that no smaller loss scale answers, and the number of the
         # first rejected one among all attempted ones.

@@ -261,8 +261,6 @@ class Lane(LaneState):
             if self.peers is not None:
                 row |= self.peers.figures()
             monitor.row(step=number, loss=loss, norm=norm, skipped=self.skipped, further=row)
-        if number == 1:
-            self.gradient_bytes = sum(g.numel() * g.element_size() for g in grads)
         self.forget()
         if not math.isnan(loss) and self.device.type == "cpu" and self.peers is None:
             # Freed here, this memory would go back to the system and be fetched again, page by page, in the next step.

@@ -56,19 +56,18 @@ class Rule:
     make: type[torch.optim.Optimizer]  # the class; called with parameter groups and keyword arguments
     fused: bool = False  # whether torch has a fused kernel for it
     foreach: bool = True  # whether it has an argument `foreach`
-    states: int = 2  # number of state tensors per parameter that have the parameter's size
     complex: bool = False  # whether it supports complex parameters
 
 
 TABLE: Mapping[str, Rule] = {
-    "sgd": Rule(torch.optim.SGD, fused=True, states=1, complex=True),
-    "rmsprop": Rule(torch.optim.RMSprop, states=1, complex=True),
+    "sgd": Rule(torch.optim.SGD, fused=True, complex=True),
+    "rmsprop": Rule(torch.optim.RMSprop, complex=True),
     "adam": Rule(torch.optim.Adam, fused=True, complex=True),
     "adamw": Rule(torch.optim.AdamW, fused=True, complex=True),
-    "adafactor": Rule(torch.optim.Adafactor, states=0),
+    "adafactor": Rule(torch.optim.Adafactor),
     "lamb": Rule(Lamb, foreach=False),
-    "lion": Rule(Lion, foreach=False, states=1),
-    "muon": Rule(torch.optim.Muon, foreach=False, states=1),
+    "lion": Rule(Lion, foreach=False),
+    "muon": Rule(torch.optim.Muon, foreach=False),
     "sophia": Rule(Sophia, foreach=False),
 }
 

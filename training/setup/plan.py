@@ -1,14 +1,11 @@
-"""The plan of a training: parameter groups, learning rates, bytes and notes."""
+"""The plan of a training: parameter groups, learning rates and notes."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
-
-from torch import Tensor
 
 from layerline.training.config.sections import OptimizerConfig
 from layerline.training.loop import batch_norm
@@ -16,7 +13,6 @@ from layerline.training.loop.step_engine import Lane
 from layerline.training.optimizers import param_groups
 from layerline.training.optimizers.custom import own_groups
 from layerline.training.optimizers.param_groups import Member
-from layerline.training.optimizers.registry import TABLE
 from layerline.training.optimizers.strides import inner
 
 LISTED = 60
@@ -33,8 +29,6 @@ class Plan:
     # why is the group's number; "unknown" where it has none, "not held" where it leaves one out
     groups: Mapping[str, tuple[str, str, int]]
     curve: tuple[tuple[int, float], ...]  # (step, learning rate) at eleven points of the run
-    bytes: Mapping[str, tuple[int, int | None]]  # kind -> (planned, measured); measured is None before the first step
-    elements: int  # trained parameters
     notes: tuple[str, ...]  # sentences on this configuration
     model: str = ""  # its name, where there are several
     others: tuple[Plan, ...] = ()  # the plans of the further models, where there are several
@@ -54,12 +48,6 @@ class Plan:
             steps = [step for step, _ in points]
             to = f" to {steps[-1]:,}" if len(steps) > 1 else ""
             lines.append(f"  step {steps[0]:>9,}{to}  {rate}")
-        lines += ["", f"bytes per trained parameter ({self.elements:,} of them)"]
-        for kind, (planned, measured) in self.bytes.items():
-            measured_text = "not measured yet"
-            if measured is not None:
-                measured_text = f"measured {measured / self.elements:.2f}"
-            lines.append(f"  {kind:<10}  planned {planned / self.elements:.2f}, {measured_text}")
         if self.notes:
             lines += ["", "notes", *[f"  {note}" for note in self.notes]]
         return "\n\n\n".join(["\n".join(lines), *map(str, self.others)])
@@ -81,8 +69,6 @@ def plan(lane: Lane) -> Plan:
         optimizer=_headline(lane),
         groups=_groups(lane),
         curve=tuple((s, lane.rate.at(s)) for s in points),
-        bytes=_bytes(lane),
-        elements=sum(p.numel() for p in lane.params),
         notes=tuple(_notes(lane)),
     )
 
@@ -137,48 +123,6 @@ def _field_list(group: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={group[name]}" for name in _HEAD if group.get(name) is not None)
 
 
-def _bytes(lane: Lane) -> dict[str, tuple[int, int | None]]:
-    # Before the first step there are neither gradients nor states to measure.
-    started = lane.steps > 0
-    trained = [p for p in lane.named.params.values() if p.requires_grad]
-    out: dict[str, tuple[int, int | None]] = {
-        "parameters": (_size(lane.params), _size(trained)),
-        "gradients": (_size(lane.stepped), lane.gradient_bytes if started else None),
-    }
-    if not lane.custom:
-        states = itertools.chain(*[state.values() for state in lane.optimizer.state.values()])
-        # Scalars are step counters, not state of the parameter's size.
-        measured = _size(t for t in states if isinstance(t, Tensor) and t.ndim)
-        out["states"] = (_planned_states(lane), measured if started else None)
-    if lane.masters is not None:
-        out["masters"] = 2 * _size(lane.masters.half), _size(lane.masters.full)
-    if lane.ema is not None:
-        planned = sum(s.numel() * max(s.element_size(), 4) for s in lane.ema.sources)
-        out["EMA"] = planned, _size(lane.ema.shadow)
-    return out
-
-
-def _planned_states(lane: Lane) -> int:
-    config = lane.config.optimizer
-    total = 0
-    for member, param in zip(lane.members, lane.stepped, strict=True):
-        rule = param_groups.rule_name(config, member)
-        momentum = param_groups.options(config, member).get("momentum", config.momentum)
-        if rule == "adafactor" and param.ndim > 1 and param.numel():
-            # The means of rows and columns of a matrix.
-            elements = param.numel() // param.shape[-1] + param.numel() // param.shape[-2]
-        elif rule == "adafactor":
-            elements = param.numel()
-        elif rule == "sgd":
-            elements = param.numel() if momentum else 0
-        elif rule == "rmsprop":
-            elements = param.numel() * (2 if momentum else 1)
-        else:
-            elements = param.numel() * TABLE[rule].states
-        total += elements * param.element_size()
-    return total
-
-
 def _notes(lane: Lane) -> Iterable[str]:
     config = lane.config
     if warning := batch_norm.warning(lane.model, config.accumulate.steps):
@@ -201,7 +145,3 @@ def _notes(lane: Lane) -> Iterable[str]:
         yield "plateau moves with mo.validate(): without it the rate stays"
     if config.scheduler.total_steps is None:
         yield "the length of the run is not known; the curve shows 1,000 steps"
-
-
-def _size(tensors: Iterable[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
