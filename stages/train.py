@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from layerline.backends.base import Session
     from layerline.training.config.sections import Config
     from layerline.training.loop.step_engine import Lane
-    from layerline.training.proof.prove_resume import Proof
     from layerline.training.run.train_loop import Run
+    from layerline.training.state.prove_resume import Proof
 
 _DEFAULTS: Mapping[str, Any] = {
     "scheduler.name": "cosine", "scheduler.warmup_ratio": 0.05, "clip.max_norm": 1.0,
@@ -177,8 +177,8 @@ class Train(Stage):
         Compares `steps` optimizer steps before a checkpoint and as many after it, in one process and in two. Begins at
         the newest checkpoint of an interrupted training, otherwise at the start: a finished one has no steps left.
         """
-        from layerline.training.proof import prove_resume as prove
         from layerline.training.state import checkpoint
+        from layerline.training.state import prove_resume as prove
 
         # Fields that are not set stay so: some sections refuse fields without the one that turns them on.
         arguments = {
@@ -190,7 +190,7 @@ class Train(Stage):
         kept = work.scratch / "checkpoints"
         start = kept if checkpoint.rotation(kept) else None
         proof = prove.prove(
-            "layerline.training.proof.proof_process:make_stage",
+            "layerline.training.run.proof_process:make_stage",
             steps,
             arguments=arguments,
             start=start,

@@ -38,6 +38,11 @@ KNOWS = {
     "stages": {"pipeline", *LEAVES},
     "cli": {"pipeline", "views"},
 }
+# The rooms of a package, from the lowest one: a room imports only rooms before it.
+ROOMS = {
+    "training": ("randomness", "config", "model", "optimizers", "data", "loop", "diagnostics", "distributed", "state",
+                 "setup", "run"),
+}  # fmt: skip
 FILES = [ROOT / "cli.py", *(f for name in KNOWS for f in sorted((ROOT / name).rglob("*.py")))]
 
 
@@ -133,6 +138,20 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = {name: _imported_modules(file, modules) for name, file in modules.items()}
     assert len(graph) > 200
     assert first_circle(graph) == []
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_rooms_of_a_package_import_downwards(name: str) -> None:
+    modules, order = _modules(), ROOMS[name]
+    for file in sorted((ROOT / name).rglob("*.py")):
+        room = file.relative_to(ROOT / name).parts[0]
+        if room == "__init__.py":  # what the package exports
+            continue
+        assert room in order, f"{file}: name its room in ROOMS"
+        for module in _imported_modules(file, modules):
+            parts = module.split(".")
+            if parts[1] == name and module != f"layerline.{name}":
+                assert order.index(parts[2]) <= order.index(room), f"{room} imports {module}"
 
 
 def test_a_circle_of_imports_is_noticed() -> None:

@@ -19,8 +19,8 @@ from layerline.training.data.batches import Batches
 from layerline.training.loop.accumulation import Window
 from layerline.training.loop.ema import Ema
 from layerline.training.optimizers.lr import Rate
-from layerline.training.proof import proof_process, prove_resume
-from layerline.training.state import checkpoint, safetensors_io
+from layerline.training.run import proof_process
+from layerline.training.state import checkpoint, prove_resume, safetensors_io
 from tests.stages.test_train import TASK, _work
 
 CONFIG: dict[str, Any] = {"epochs": 4, "batch_size": 4, "device": "cpu", "training": {"accumulate_steps": 4}}

@@ -18,7 +18,7 @@ import torch._dynamo  # what making the first optimizer imports
 _CONTEXT = multiprocessing.get_context("forkserver")
 # torch is imported once, in a process without threads, and every rank is a fork of that.
 _CONTEXT.set_forkserver_preload(
-    ["tests.training.group", "layerline.training.distributed.sharding", "layerline.training.model_optimizer"]
+    ["tests.training.group", "layerline.training.distributed.sharding", "layerline.training.setup.model_optimizer"]
 )
 
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError, StageError, Unavailable
+from layerline.training.model.state_tree import Tensors, pack, unpack
 from layerline.training.randomness import rng_state
 from layerline.training.state import checkpoint, safetensors_io
-from layerline.training.state.state_tree import Tensors, pack, unpack
 
 CONFIG: dict[str, Any] = {
     "optimizer": {"name": "adamw", "lr": 0.01},

@@ -11,8 +11,8 @@ from torch import nn
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import StageError
 from layerline.training.loop.batch_norm import to_group_norm
-from layerline.training.proof.prove_resume import prove
 from layerline.training.setup.plan import LISTED
+from layerline.training.state.prove_resume import prove
 
 
 def test_the_text_says_groups_and_curve() -> None:

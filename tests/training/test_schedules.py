@@ -13,8 +13,8 @@ from torch import nn
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError
+from layerline.training.config import schedules
 from layerline.training.config.sections import OptimizerConfig, SchedulerConfig
-from layerline.training.optimizers import schedules
 
 WORKED: list[tuple[dict[str, Any], dict[int, float]]] = [
     ({"name": "constant"}, {0: 1.0, 10**6: 1.0}),

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import StageError
-from layerline.training.state import checkpoint, safetensors_io, tensor_forms
-from layerline.training.state.state_tree import Tensors, pack, unpack
+from layerline.training.model import tensor_forms
+from layerline.training.model.state_tree import Tensors, pack, unpack
+from layerline.training.state import checkpoint, safetensors_io
 
 
 class Kind(IntEnum):

@@ -19,8 +19,8 @@ from layerline.training.config import aliases
 from layerline.training.config.sections import Config, EmaConfig, OptimizerConfig
 from layerline.training.loop.masks import Gradual, magnitude
 from layerline.training.loop.step_engine import Lane
-from layerline.training.proof.prove_resume import Difference, Proof
 from layerline.training.run.train_loop import accepted
+from layerline.training.state.prove_resume import Difference, Proof
 
 X = torch.ones(4, 3)
 

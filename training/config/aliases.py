@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from layerline.pipeline.config.document import Document
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.nearest import closest, hint
+from layerline.training.config import schedules
 from layerline.training.config.sections import Config, GroupRule, OptimizerName, SchedulerName, Section
-from layerline.training.optimizers import schedules
 
 # Accepted field -> canonical field.
 MOVES: dict[str, str] = {

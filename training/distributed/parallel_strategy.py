@@ -19,7 +19,7 @@ from layerline.training.distributed.rendezvous import USERS_CODE
 from layerline.training.loop.ema import statistics
 from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.canonical_names import Slots
-from layerline.training.policy import Policy
+from layerline.training.model.policy import Policy
 
 if TYPE_CHECKING:
     from layerline.training.optimizers.param_groups import Member

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from layerline.training.config.sections import Config, EmaConfig
 from layerline.training.model.canonical_names import Named, Slots
+from layerline.training.model.policy import Policy
 from layerline.training.model.precision import HALF, Masters, wide
 from layerline.training.model.split_tensors import local
-from layerline.training.policy import Policy
 
 
 def decay_at(config: EmaConfig, update: int) -> float:

@@ -18,6 +18,7 @@ from layerline.training.loop.ema import average
 from layerline.training.loop.monitors import Monitor
 from layerline.training.loop.running_stats_guard import Guard, guarded
 from layerline.training.model.canonical_names import Slots, named
+from layerline.training.model.policy import Policy
 from layerline.training.model.precision import LossScale, masters
 from layerline.training.model.split_tensors import device_of, local
 from layerline.training.optimizers import custom, gradient_norm, param_groups, registry
@@ -26,7 +27,6 @@ from layerline.training.optimizers.gradient_norm import numbers
 from layerline.training.optimizers.lr import Rate
 from layerline.training.optimizers.param_groups import Member
 from layerline.training.optimizers.strides import Strides, fused
-from layerline.training.policy import Policy
 
 
 class FiniteWeights:

@@ -15,8 +15,8 @@ from layerline.pipeline.errors import ConfigError, StageError
 from layerline.training.loop import ema_swap
 from layerline.training.loop.lane_state import LaneState
 from layerline.training.loop.mask_choice import Gradual, channels, magnitude
+from layerline.training.model.policy import Policy
 from layerline.training.model.split_tensors import like, whole
-from layerline.training.policy import Policy
 
 __all__ = ["Gradual", "Masks", "channels", "magnitude"]
 

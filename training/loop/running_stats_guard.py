@@ -12,7 +12,7 @@ from torch import Tensor
 from layerline.training.loop.ema import norm_buffers
 from layerline.training.model.canonical_names import Named, Slots
 from layerline.training.model.fake_quantization import is_observer
-from layerline.training.policy import Policy
+from layerline.training.model.policy import Policy
 
 
 def guarded(model: Named) -> dict[str, Tensor]:

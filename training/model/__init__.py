@@ -1,1 +1,1 @@
-"""The user's model as it is: names, modes, number formats, hooks, split tensors."""
+"""What a step works on: names, modes, number formats, hooks, forms of tensors, and the interface of policies."""

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from layerline.pipeline.errors import ConfigError, StageError, TaskError
 from layerline.training.model.split_tensors import like, local
-from layerline.training.state.tensor_forms import overlap
+from layerline.training.model.tensor_forms import overlap
 
 # Wrapper class -> the attribute that holds the user's module. Wrappers are recognised by class, not by attribute, so
 # that a user's submodule called `module` keeps its name.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config.sections import Config, PrecisionConfig
-from layerline.training.policy import Policy
+from layerline.training.model.policy import Policy
 
 # Half precision by the names that the configuration has for it.
 HALF_TYPES: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}

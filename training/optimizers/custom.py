@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config.sections import OptimizerConfig
+from layerline.training.model.state_tree import is_compound, pack, unpack
 from layerline.training.optimizers.strides import inner
-from layerline.training.state.state_tree import is_compound, pack, unpack
 
 
 def check(optimizer: Any, params: Sequence[nn.Parameter]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from layerline.training.config import schedules
 from layerline.training.config.sections import Config
-from layerline.training.optimizers import schedules
-from layerline.training.policy import Policy
+from layerline.training.model.policy import Policy
 
 
 class Rate(Policy):

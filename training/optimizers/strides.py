@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerline.training.state.tensor_forms import dense
+from layerline.training.model.tensor_forms import dense
 
 
 class Strides:

@@ -1,1 +1,1 @@
-"""The training of the `train` stage, and what its result ships."""
+"""The training of the `train` stage, what its result ships, and the second process of a proof."""

@@ -20,11 +20,11 @@ from layerline.training.data.batches import Batches, each_tensor, size, to_devic
 from layerline.training.data.distillation import Taught
 from layerline.training.loop.monitors import summary_writer
 from layerline.training.model.canonical_names import named
-from layerline.training.model_optimizer import ModelOptimizer
 from layerline.training.randomness import rng_state
 from layerline.training.run import shipping
 from layerline.training.run.shipping import module_of, train_mode
 from layerline.training.run.train_loop import check_evaluation, loss_of, steps_per_epoch
+from layerline.training.setup.model_optimizer import ModelOptimizer
 
 SAMPLES = 2
 _ONE_ROW = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -32,10 +32,10 @@ from layerline.training.loop.accumulation import counted
 from layerline.training.loop.step_engine import Lane
 from layerline.training.model.canonical_names import named
 from layerline.training.model.split_tensors import whole
-from layerline.training.model_optimizer import ModelOptimizer
 from layerline.training.randomness import rng_state
 from layerline.training.run.shipping import module_of, train_mode
 from layerline.training.run.validation import evaluation_batches, metric_of
+from layerline.training.setup.model_optimizer import ModelOptimizer
 from layerline.training.state import checkpoint
 
 _FILL: Any = torch.utils.deterministic

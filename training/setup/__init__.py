@@ -1,1 +1,1 @@
-"""What a configuration brings in, refuses and plans."""
+"""ModelOptimizer, and what its configuration brings in, refuses and plans."""

@@ -22,12 +22,13 @@ from layerline.training.distributed.ranks import Ranks
 from layerline.training.loop import ema_swap, rejected_steps
 from layerline.training.loop.step_engine import Lane
 from layerline.training.model import canonical_names as names
+from layerline.training.model import tensor_forms
 from layerline.training.model.split_tensors import whole
+from layerline.training.model.state_tree import Tensors, pack, unpack
 from layerline.training.randomness import rng_state
 from layerline.training.randomness.rng_state import Draws
-from layerline.training.state import lane_checkpoint, optimizer_state, safetensors_io, tensor_forms
+from layerline.training.state import lane_checkpoint, optimizer_state, safetensors_io
 from layerline.training.state.lane_checkpoint import prefix_of
-from layerline.training.state.state_tree import Tensors, pack, unpack
 
 FORMAT = 1
 SUFFIX = ".safetensors"

@@ -11,7 +11,8 @@ import torch
 
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.inputs.input_checks import check_checkpoint
-from layerline.training.state import checkpoint, lane_checkpoint, safetensors_io, tensor_forms
+from layerline.training.model import tensor_forms
+from layerline.training.state import checkpoint, lane_checkpoint, safetensors_io
 
 _SHOWN = 8
 

@@ -14,10 +14,10 @@ from layerline.training.loop import ema_swap, model_sync
 from layerline.training.loop.masks import Masks
 from layerline.training.loop.step_engine import Lane
 from layerline.training.model import canonical_names
+from layerline.training.model.state_tree import Tensors, pack, unpack
 from layerline.training.optimizers import custom
 from layerline.training.state import optimizer_state
 from layerline.training.state.optimizer_state import WEIGHTS_ALONE
-from layerline.training.state.state_tree import Tensors, pack, unpack
 
 _WEIGHTS = ("online", "masters", "ema")
 # In the order in which a checkpoint holds them.

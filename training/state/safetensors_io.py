@@ -19,7 +19,7 @@ from torch import Tensor
 
 from layerline.pipeline.errors import StageError, Unavailable
 from layerline.pipeline.files import sync
-from layerline.training.state.tensor_forms import check_dense
+from layerline.training.model.tensor_forms import check_dense
 
 ENTRY = "layerline"
 _SUM = "checksum"

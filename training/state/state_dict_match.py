@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from layerline.pipeline.errors import StageError
 from layerline.training.model import canonical_names
 from layerline.training.model.canonical_names import Named
-from layerline.training.state.tensor_forms import check_dense
+from layerline.training.model.tensor_forms import check_dense
 
 _AVERAGES = frozenset({"ema", "averaged", "average", "avg", "shadow", "swa"})
 # Entries that trainers store among the weights and no model has: counters of averages, of operations, extra states.

@@ -28,10 +28,10 @@ from layerline.training.model import precision
 from layerline.training.model.canonical_names import check_apart, check_copy, unwrap
 from layerline.training.model.recompute import Checkpointed
 from layerline.training.optimizers import custom
-from layerline.training.proof.prove_resume import Proof, prove
 from layerline.training.setup import capabilities
 from layerline.training.setup.plan import Plan, plan, plan_all
 from layerline.training.state import checkpoint
+from layerline.training.state.prove_resume import Proof, prove
 
 
 class ModelOptimizer:

@@ -18,7 +18,7 @@ from layerline.training.state import safetensors_io
 
 _ERRORS: Mapping[str, type[PipeError]] = {e.__name__: e for e in (ConfigError, TaskError, StageError, Unavailable)}
 # The current folder comes last on the path: a file in it must not hide a module of the standard library.
-_START = "import sys; sys.path.append(sys.path.pop(0)); from layerline.training.proof.proof_process import main; main()"
+_START = "import sys; sys.path.append(sys.path.pop(0)); from layerline.training.run.proof_process import main; main()"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from layerline.training.state.lane_checkpoint import prefix_of
 
 if TYPE_CHECKING:
     from layerline.training.loop.step_engine import Lane
-    from layerline.training.model_optimizer import ModelOptimizer
+    from layerline.training.setup.model_optimizer import ModelOptimizer
 
 Report = Callable[[Mapping[str, Any]], None]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import StageError
-from layerline.training.state.tensor_forms import dense, last_element, overlap
+from layerline.training.model.tensor_forms import dense, last_element, overlap
 
 Tensors = dict[str, Tensor]
 Classes = Mapping[str, type]

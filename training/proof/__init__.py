@@ -1,1 +1,0 @@
-"""The proof that a resumed run continues bit for bit."""
