@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from layerline.pipeline.records.lookup import Beside
     from layerline.pipeline.report import Report
     from layerline.pipeline.stage import Stage
+    from layerline.pipeline.why import Trial
     from layerline.views.screen import Screen
     from layerline.views.terminal import Live
 
@@ -532,23 +533,34 @@ def why(
             failure = error  # what was measured is printed all the same
     report = explained.report
     if shared.as_json:
-        if failure is not None:
-            raise failure
-        document: dict[str, Any] = {"report": json_output.plain(report)}
-        if shown is not None:
-            document["repro"] = {"value": shown.name, "folder": str(repro)}
+        document: dict[str, Any] = {"report": json_output.plain(report), **failure_fields(failure)}
+        if repro is not None:
+            document["repro"] = None if shown is None else {"value": shown.name, "folder": str(repro)}
         if trial is not None:
-            document["try"] = {"setting": trial.setting, "report": json_output.plain(trial.report)}
+            after = None if trial.report is None else json_output.plain(trial.report)
+            document["try"] = {"setting": trial.setting or None, "report": after, "reason": trial.reason or None}
         print_json(document)
-        return
-    terminal.why(screen.console(), report, reasons.TABLES)
-    if shown is not None:
-        say(f"wrote {repro}: the smallest model that shows it, in {shown.name}; repro.py runs it")
-    if trial is not None:
-        say(f"with --set {shlex.quote(trial.setting)}:")
-        terminal.why(screen.console(), trial.report, reasons.TABLES[:1])
+    else:
+        terminal.why(screen.console(), report, reasons.TABLES)
+        if trial is not None:
+            _print_trial(trial, reasons.TABLES[:1])
+        if shown is not None:
+            say(f"wrote {repro}: the smallest model that shows it, in {shown.name}; repro.py runs it")
+        elif repro is not None and failure is None:
+            say("nothing to show: no cause was found")
     if failure is not None:
-        raise failure
+        screen.error(failure)
+        raise typer.Exit(failure.exit_code)
+
+
+def _print_trial(trial: Trial, tables: Sequence[str]) -> None:
+    from layerline.views import screen, terminal
+
+    if trial.report is None:
+        say(f"nothing to try: {trial.reason}")
+    else:
+        say(f"with --set {shlex.quote(trial.setting)}:")
+        terminal.why(screen.console(), trial.report, tables)
 
 
 @_command

@@ -10,6 +10,7 @@ from layerline.pipeline.nearest import did_you_mean
 
 __all__ = ["BACKENDS", "Backend", "Feed", "Session", "get"]
 
+GROUP = "layerline.backends"
 BACKENDS = {
     "onnxruntime": "layerline.backends.onnxruntime:OnnxRuntime",
     "openvino": "layerline.backends.openvino:OpenVino",
@@ -27,9 +28,10 @@ def get(name: str) -> Backend:
         Unavailable: it can't be imported, or can't run on this machine; the message says why.
     """
     # No other distribution can take the name of a backend of ours.
-    table = {e.name: e.value for e in metadata.entry_points(group="layerline.backends")} | BACKENDS
+    table = {e.name: e.value for e in metadata.entry_points(group=GROUP)} | BACKENDS
     if name not in table:
         hint = f"{did_you_mean(name, table)} there are: {', '.join(sorted(table))}"
+        hint += f"; a package adds others under the entry point {GROUP}"
         raise ConfigError(f"no backend is called {name!r}", hint=hint.lstrip())
     module, _, attribute = table[name].partition(":")
     try:

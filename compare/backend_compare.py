@@ -24,7 +24,9 @@ from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.topk_indices import Pointer, pointed_at, pointers
 from layerline.compare.value_types import Shape, types_of
 from layerline.graph.analysis.rounding_noise import drawn
+from layerline.graph.io import onnx_files
 from layerline.graph.io.module_identity import modules
+from layerline.graph.quantization import convert
 from layerline.pipeline.errors import PipeError, StageError
 from layerline.pipeline.report import LayerDiff
 
@@ -214,12 +216,15 @@ def compare_on(
 def measure(model: Path, session: BackendSession, feeds: Sequence[Feed]) -> Measured:
     """Runs ONNX Runtime, on the file as it is written, and a session on every feed that fits.
 
+    Of types that ONNX Runtime's CPU lacks (float4, bfloat16) or does not round to, it runs the emulation.
+    Indices (ArgMax, TopK) are measured on the values that they point at in the reference.
     Indices (ArgMax, TopK) are measured on the values that they point at in the reference.
     """
     graph = onnx.load(str(model), load_external_data=False).graph
     indices = {name: pointer for name, pointer in pointers(graph).items() if name in session.outputs}
     data = [pointer.data for pointer in indices.values()]
-    reference = OnnxRuntime().open(model, list(dict.fromkeys([*session.outputs, *data])))
+    runnable = convert.runnable(onnx_files.parts(model))
+    reference = OnnxRuntime().open(runnable, list(dict.fromkeys([*session.outputs, *data])))
     total: dict[str, Distance] = {}
     ran = 0
     for feed in feeds:

@@ -16,9 +16,12 @@ from layerline.graph.io import onnx_files
 from layerline.graph.quantization import convert
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.parity import evaluate
+from layerline.pipeline.errors import StageError
 from layerline.pipeline.inputs.metric import scores
 from layerline.pipeline.report import Report, Scalar
 from layerline.pipeline.stage import Work
+
+_EMULATED = "onnxruntime lacks a type of this model, and reports run its emulation: name a backend that has the type"
 
 
 def compare(stage: str, name: str, work: Work) -> Report:
@@ -34,11 +37,17 @@ def compare(stage: str, name: str, work: Work) -> Report:
     signature = Signature.load(folder)
     backend = _backend(name, signature)
     work.log.say(f"opening {stage}'s model with {name}")
-    session = BackendSession(backend, path)
+    stored = onnx_files.parts(path)
+    runnable = convert.runnable(stored)
+    try:
+        session = BackendSession(backend, path)
+    except StageError as error:
+        if isinstance(backend, OnnxRuntime) and runnable is not stored:
+            raise StageError(error.what, where=error.where, hint=_EMULATED) from error
+        raise
     records, notes = compare_on(backend, path, session, probe_files.load(folder))
     data = CalibrationData(work, signature.inputs, hooks=(), samples=1, batch_size=evaluate.BATCH)
-    reference = OnnxRuntime().open(convert.runnable(onnx_files.parts(path)))
-    sessions: dict[str, Session] = {"reference": reference, "candidate": session}
+    sessions: dict[str, Session] = {"reference": OnnxRuntime().open(runnable), "candidate": session}
     by_session, why = _scores(sessions, data)
     metrics: dict[str, Scalar] = {}
     if why:

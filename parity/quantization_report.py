@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
 from layerline.graph.quantization.qdq_placement import products
 from layerline.graph.quantization.targets import FORMATS, OF_TYPE
-from layerline.parity import default_session, output_sqnr
+from layerline.parity import default_session, output_sqnr, plan_rounding
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import (
     CLIPPED,
@@ -34,7 +33,6 @@ from layerline.pipeline.report import (
     LayerDiff,
     Report,
     Scalar,
-    decibels,
 )
 
 Row = dict[str, Scalar]
@@ -56,7 +54,12 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
     rows = _quantized_rows(converted, qdq.weight_sqnr(converted.reference, converted.plan, converted.rounded))
     graph = converted.reference.model.graph
     layers = blamed(compare(converted.reference, converted.measured, probes, isolated=True), graph)
-    records = [*_input_rows(converted, probes), *layers]
+    explained = plan_rounding.own_errors(converted, probes)
+    records: list[LayerDiff] = []
+    for record in (*_input_rows(converted, probes), *layers):
+        if record.name in explained:
+            record = dataclasses.replace(record, extra={**record.extra, ROUNDING: explained[record.name]})
+        records.append(_with_columns(record, rows, converted))
     gates = list(_conversion_gate(converted, mode))
     if runs_on_onnxruntime(converted):
         gates += _emulation_gate(converted, probes)
@@ -64,7 +67,7 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
         stage=stage,
         reference="float onnx on onnxruntime",
         candidate=f"{mode} onnx on onnxruntime",
-        records=tuple(_with_columns(record, rows, converted) for record in records),
+        records=tuple(records),
         metrics=unjudged(graph, drawn(converted.reference.model)) | _counts(converted, mode),
         gates=tuple(gates),
         notes=converted.notes,
@@ -300,8 +303,8 @@ def _input_rows(converted: Converted, probes: Sequence[Feed]) -> list[LayerDiff]
 
 
 def with_samples(report: Report, converted: Converted, feeds: Sequence[Feed]) -> Report:
-    """Adds what is measured on samples: the effect of each layer at the outputs, what the rounding of its inputs and
-    weights explains of its error, and of each quantised activation its SQNR and the share beyond its range."""
+    """Adds what is measured on samples: the effect of each layer at the outputs, and of each quantised activation its
+    SQNR and the share beyond its range."""
     report = with_effects(report, converted.reference, converted.measured, feeds)
     if not converted.plan.values:
         return report
@@ -323,29 +326,8 @@ def with_samples(report: Report, converted: Converted, feeds: Sequence[Feed]) ->
         if name in losses and losses[name].count and dtype == values[name].dtype:
             added = {"sqnr_db": losses[name].sqnr_db, "clipped_there": beyond[name] / losses[name].count}
         rows[name, dtype] = {**row, **added}
-    noise = _rounding_noise(converted, rows)
-    records = []
-    for record in report.records:
-        if math.isfinite(noise.get(record.name, math.inf)):
-            extra = {**record.extra, ROUNDING: decibels(1.0, noise[record.name])}
-            record = dataclasses.replace(record, extra=extra)
-        records.append(record)
     tables = {**report.tables, "quantized": list(rows.values())}
-    return dataclasses.replace(report, records=tuple(records), tables=tables)
-
-
-def _rounding_noise(converted: Converted, rows: Mapping[tuple[str, str], Row]) -> dict[str, float]:
-    """By layer: the noise power of rounding its inputs and weights, relative to their signal and summed over them.
-
-    Inf where an input or weight was not measured.
-    """
-    noise: dict[str, float] = {}
-    for value in converted.plan.values:
-        db = rows[value.name, value.dtype]["sqnr_db"]
-        power = 10 ** (-db / 10) if isinstance(db, float) else math.inf
-        for reader, _ in value.readers:
-            noise[reader] = noise.get(reader, 0.0) + power
-    return noise
+    return dataclasses.replace(report, tables=tables)
 
 
 def _with_columns(record: LayerDiff, rows: Mapping[tuple[str, str], Row], converted: Converted) -> LayerDiff:

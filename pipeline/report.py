@@ -151,9 +151,9 @@ class LayerDiff:
 
     @property
     def own_db(self) -> float | None:
-        """SQNR of the layer with exact inputs, in dB; None where it was not measured or is infinite."""
+        """SQNR in dB of the layer with exact inputs: -inf where only error is left, None without a figure or error."""
         own = self.extra.get(OWN)
-        return float(own) if isinstance(own, int | float) and math.isfinite(own) else None
+        return float(own) if isinstance(own, int | float) and own < math.inf else None
 
     @property
     def where(self) -> str:

@@ -66,7 +66,11 @@ def stand_in(name: str, use: str) -> type[Stage]:
     """
     if use not in names():
         others = [other for other in names() if other not in BUILT_IN]
-        raise ConfigError(f"no stage is registered as {use!r}", hint=hint(use, others or ["none"]))
+        nearest = f"{hint(use, others)}; " if others else ""
+        raise ConfigError(
+            f"no stage is registered as {use!r}",
+            hint=f"{nearest}install the package that registers it, under the entry point {GROUP} of that name",
+        )
     original, replacement = stage_class(name), stage_class(use)
     if replacement.gives != original.gives:
         raise ConfigError(

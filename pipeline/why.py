@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from layerline.pipeline.causes import PARITY, RULES, Cause, Evidence, NonFinite, Rule, rules
 from layerline.pipeline.config.project import Project, load
 from layerline.pipeline.debug import debug
-from layerline.pipeline.errors import ConfigError, PipeError
+from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.plan import open_planner
 from layerline.pipeline.records import lookup
 from layerline.pipeline.records.ledger import Run
@@ -189,10 +189,11 @@ def verdict(evidence: Evidence, causes: list[Cause], unfinished: Sequence[str] =
 
 @dataclass(frozen=True)
 class Trial:
-    """A change that was tried: the setting, and the same findings with it."""
+    """A change that was tried: the setting, and the same findings with it; or the reason why there is none to try."""
 
-    setting: str
-    report: Report
+    setting: str = ""
+    report: Report | None = None
+    reason: str = ""
 
 
 def attempt(project: Project, causes: Sequence[Cause], listener: Listener, run_id: str | None = None) -> Trial:
@@ -201,19 +202,14 @@ def attempt(project: Project, causes: Sequence[Cause], listener: Listener, run_i
     The results of other runs stay; the new run is the newest one.
 
     Raises:
-        PipeError: no cause was found, or the likeliest one needs another change than one of pipe.yaml.
+        PipeError: a stage fails with the change.
     """
     if not causes:
-        raise PipeError("there is nothing to try: no cause was found", hint="see the layers: pipe diff STAGE")
+        return Trial(reason="no cause was found")
     likeliest = causes[0]
     if not likeliest.setting:
         # A change for a less likely cause would show nothing.
-        raise PipeError(
-            f"there is nothing to try: no change of pipe.yaml addresses the likeliest cause, {likeliest.name} "
-            f"({likeliest.evidence})",
-            where=likeliest.stage,
-            hint=likeliest.advice,
-        )
+        return Trial(reason=f"no change of pipe.yaml addresses the likeliest cause, {likeliest.name}")
     run = lookup.find_run(open_planner(project), run_id)
     changed = load(project.root, (*run.sets, likeliest.setting))
     # The engine is not evaluated, so it need not be built.
@@ -225,17 +221,17 @@ def attempt(project: Project, causes: Sequence[Cause], listener: Listener, run_i
     return Trial(likeliest.setting, explain(changed, listener).report)
 
 
-def reproduce(project: Project, explained: Explained, listener: Listener, folder: Path) -> LayerDiff:
+def reproduce(project: Project, explained: Explained, listener: Listener, folder: Path) -> LayerDiff | None:
     """Writes the smallest model that shows the likeliest cause, its inputs and a script.
 
     Returns:
-        The value that it computes.
+        The value that it computes; None if no cause was found.
 
     Raises:
-        PipeError: no cause was found, or nothing of it shows in an ONNX model.
+        PipeError: nothing of the cause shows in an ONNX model.
     """
     if not explained.causes:
-        raise PipeError("there is nothing to show: no cause was found", hint="see the layers: pipe diff STAGE")
+        return None
     cause = explained.causes[0]
     # The reference of an export is torch.
     if cause.name == PARITY and cause.stage == "export":

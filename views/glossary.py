@@ -26,7 +26,7 @@ TERMS = (
     Term("cosine", "-1 to 1", "cosine of the angle between a and b, truncated so that only 1 reads 1"),
     Term("own dB", "dB", "the layer's own error: SQNR when the layer gets a's inputs"),
     Term("weight dB", "dB", "SQNR of the layer's weights, float against quantised"),
-    Term("rounding dB", "dB", "the own dB that rounding the layer's inputs and weights explains, on a few samples"),
+    Term("rounding dB", "dB", "the own dB that follows from rounding the layer's inputs and weights as the plan says"),
     Term("clipped %", "per cent", "calibration elements outside the quantisation range"),
     Term("clipped there %", "per cent", "the same of a few samples of eval_data()"),
     Term("floor", "relative L2", "torch's float32 error against float64, measured on this value"),

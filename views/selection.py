@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from layerline.pipeline import nearest
 from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.inputs.untrusted import printable
 from layerline.pipeline.report import EFFECT, OWN, WEIGHT, LayerDiff, Report, Scalar
 from layerline.views import formatting
 
@@ -107,7 +108,9 @@ def failure(failing: Sequence[Row], stage: str) -> StageError | None:
     texts = []
     for row in failing[:_LISTED]:
         figures = f"{formatting.figure(row['seen'])}, limit {formatting.figure(row['limit'])}"
-        texts.append(f"{row['layer']} ({row['value']}): {row['measure']} {figures}")
+        # Names come from the model, and may hold line breaks.
+        layer = printable(f"{row['layer']} ({row['value']})")
+        texts.append(f"{layer}: {row['measure']} {figures}")
     if len(failing) > _LISTED:
         texts.append(f"and {len(failing) - _LISTED} more")
     return StageError("; ".join(texts), where=stage)

@@ -110,17 +110,17 @@ class WeightLoss:
     worst_channel_db: float
 
 
-def weight_sqnr(
+def stored_weights(
     model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any]]
-) -> dict[tuple[str, str], WeightLoss]:
-    """The SQNR of each quantised weight of the float model, by name and type; inf where nothing is lost.
+) -> dict[tuple[str, str], npt.NDArray[Any]]:
+    """What each quantised weight of the float model stands for, in the weight's own type, by name and type.
 
     Args:
         rounded: as `apply` takes it.
     """
     values = {v.name: v for v in graph_values(to_ir(model).graph)}
     stored_types = {entry.weight for entry in FORMATS.values()}
-    losses: dict[tuple[str, str], WeightLoss] = {}
+    weights: dict[tuple[str, str], npt.NDArray[Any]] = {}
     for item in plan.values:
         array = weight_of(values[item.name]) if item.role == "weight" else None
         # A model may bring types that no weight is given here.
@@ -129,8 +129,28 @@ def weight_sqnr(
         # Nor does the plan have the scales of blocks that it brings.
         if item.block and item.calibrator == "model":
             continue
+        stored = _stored(rounded.get(item.name, array), item).dequantized()
+        weights[item.name, item.dtype] = stored.astype(array.dtype)
+    return weights
+
+
+def weight_sqnr(
+    model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any]]
+) -> dict[tuple[str, str], WeightLoss]:
+    """The SQNR of each quantised weight of the float model, by name and type; inf where nothing is lost.
+
+    Args:
+        rounded: as `apply` takes it.
+    """
+    weights = stored_weights(model, plan, rounded)
+    values = {v.name: v for v in graph_values(to_ir(model).graph)}
+    losses: dict[tuple[str, str], WeightLoss] = {}
+    for item in plan.values:
+        array = weight_of(values[item.name]) if (item.name, item.dtype) in weights else None
+        if array is None:
+            continue
         wide = array.astype(np.float64)
-        noise = np.square(wide - _stored(rounded.get(item.name, array), item).dequantized())
+        noise = np.square(wide - weights[item.name, item.dtype])
         signal = np.square(wide)
         # Channels count under one scale too: there an uneven weight loses its small ones.
         axis = item.axis

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from layerline import backends
+from layerline.graph.quantization import qdq
+from layerline.graph.quantization.qdq_placement import Rules, place
 from layerline.parity import on_backend
-from layerline.pipeline.errors import ConfigError, Unavailable
+from layerline.pipeline.errors import ConfigError, StageError, Unavailable
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from tests.backends import models
+from tests.graph.test_qdq import model
 
 TASK = """
 import numpy as np
@@ -32,6 +36,7 @@ class Quiet:
 
 
 def on(tmp_path, name, task=TASK, proto=None):
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "task.py").write_text(task)
     folder = models.artifact(tmp_path / "in", proto or models.conv())
     work = Work(inputs={"model": folder}, task=Task(tmp_path / "task.py"), out=tmp_path, scratch=tmp_path, log=Quiet())
@@ -70,6 +75,18 @@ def test_a_backend_that_is_missing_or_broken_says_why(tmp_path, monkeypatch) -> 
         Unavailable, match=r"backend broken: layerline_no_such_module:Backend can't be loaded: No module"
     ):
         on(tmp_path, "broken")
+
+
+def test_weights_in_float4_are_compared_with_the_numbers_that_they_stand_for(tmp_path) -> None:
+    pytest.importorskip("openvino")
+    net = model("g (float[n, 64] x) => (float[n, 2] y) { y = MatMul (x, w) }", w=np.ones((64, 2), np.float32))
+    stored = qdq.apply(net, qdq.plan(net, place(net, Rules(format="nvfp4")), {}, "minmax"))
+    report = on(tmp_path, "openvino", "", stored.whole())
+    [row] = report.records
+    # 1 is a number of the type.
+    assert row.name == "y" and row.sqnr_db > 100
+    with pytest.raises(StageError, match="reports run its emulation"):
+        on(tmp_path / "other", "onnxruntime", "", stored.whole())
 
 
 def test_tensorrt_gets_a_profile_over_the_sizes_of_the_signature(tmp_path, monkeypatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from layerline.parity.nonfinite_outputs import NonFinite
 from layerline.pipeline import causes, quantize_causes, why
 from layerline.pipeline.causes import Evidence
-from layerline.pipeline.errors import PipeError, Unavailable
+from layerline.pipeline.errors import Unavailable
 from layerline.pipeline.report import Gate, LayerDiff, Report
 
 
@@ -78,6 +78,15 @@ def test_layers_with_the_least_own_sqnr_come_first() -> None:
     rows = [record(f"v{i}", own=float(i)) for i in (19, 3, 11, 7, 40)]
     seen = evidence("quantize", *rows)
     assert [cause.layer for cause in quantize_causes.sensitive_layers(seen)] == ["v3", "v7", "v11"]
+
+
+def test_a_layer_without_any_signal_left_is_no_small_loss() -> None:
+    rows = [record("a", own=30.0), record("b", own=-math.inf), record("c", own=math.inf)]
+    cause = only(quantize_causes.sensitive_layers, evidence("quantize", *rows))
+    assert cause.layer == "b" and "-inf dB" in cause.evidence
+    rows[1] = replace(rows[1], extra={**rows[1].extra, "rounding_sqnr_db": 30.0})
+    assert only(quantize_causes.unexplained_error, evidence("quantize", *rows)).layer == "b"
+    assert not list(quantize_causes.sensitive_layers(evidence("quantize", rows[2])))
 
 
 def test_many_small_losses() -> None:
@@ -285,8 +294,6 @@ def test_nan_of_rare_samples_is_named_though_no_probe_has_it() -> None:
 def test_a_likeliest_cause_without_a_setting_is_not_tried() -> None:
     first = causes.Cause(name="calibration data", stage="quantize", evidence="255", advice="scale it", confidence=0.9)
     second = causes.Cause(name="other", stage="quantize", evidence="", advice="", setting="a.b=1", confidence=0.1)
-    with pytest.raises(PipeError, match="calibration data") as caught:
-        why.attempt(None, [first, second], None)
-    assert (caught.value.where, caught.value.hint) == ("quantize", "scale it")
-    with pytest.raises(PipeError, match="no cause was found"):
-        why.attempt(None, [], None)
+    trial = why.attempt(None, [first, second], None)
+    assert trial.report is None and "likeliest cause, calibration data" in trial.reason
+    assert why.attempt(None, [], None) == why.Trial(reason="no cause was found")

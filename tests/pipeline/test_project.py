@@ -468,6 +468,13 @@ def test_a_stage_of_another_package_stands_in_for_a_standard_one(tmp_path: Path)
     assert fakes.Treble.name == "treble"  # the registered class itself is unchanged
 
 
+def test_without_stages_of_other_packages_the_hint_says_how_one_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_table, "names", lambda: dict(stage_table.BUILT_IN))
+    with pytest.raises(ConfigError, match="no stage is registered as 'my-int8'") as caught:
+        stage_table.stand_in("quantize", "my-int8")
+    assert caught.value.hint.startswith("install the package") and "entry point layerline.stages" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("text", "place", "what", "hint"),
     [

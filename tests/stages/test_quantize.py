@@ -122,7 +122,7 @@ def test_the_report_has_the_distances_the_clipping_and_the_weights(work):
     assert found["c"].extra["weight_sqnr_db"] > 30 and "clipped" not in found["c"].extra
     # What the rounding of its inputs and weights explains is near what the layer loses.
     products = [found[name].extra for name in ("c", "y")]
-    assert all(abs(extra["rounding_sqnr_db"] - extra["isolated_sqnr_db"]) < 6 for extra in products)
+    assert all(abs(extra["rounding_sqnr_db"] - extra["isolated_sqnr_db"]) < 0.01 for extra in products)
     there = {row["value"]: row.get("clipped_there") for row in report.tables["quantized"]}
     assert there["x"] == pytest.approx(0.01, abs=0.01) and there["w1"] is None
     assert report.metrics["quantized_activations"] == 4 and report.metrics["quantized_weights"] == 3

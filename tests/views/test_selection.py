@@ -87,6 +87,12 @@ def test_what_is_below_a_limit() -> None:
     assert selection.failure([], "fuse") is None
 
 
+def test_a_name_with_a_line_break_stays_on_the_line_of_its_error() -> None:
+    records = (diff("x\nerror: all is lost", "a\u2028b", db=1.0),)
+    error = selection.failure(selection.below(Report(stage="fuse", records=records), {"sqnr": 20.0}), "fuse")
+    assert error is not None and error.what == r"a\u2028b (x\x0aerror: all is lost): sqnr 1, limit 20"
+
+
 def test_several_limits_are_judged_on_their_own() -> None:
     low = diff("x", "a", db=40.0, extra={OWN: 14.0, "weight_sqnr_db": 30.0})
     report = Report(stage="quantize", records=(low, diff("y", "b", db=10.0)))
