@@ -33,7 +33,17 @@ _DTYPES: dict[str, tuple[float, Any]] = {
 }
 """By element type: the number that a threshold is stored as, and numpy's type."""
 
+_LEAST = {"int4": -8}
+"""The least number of a type, where the numbers are not symmetric: a block has no mirror image to keep."""
 _LEAST_E4M3 = 2.0**-9
+_FACTORS = {
+    "int4": (1.0, 0.95, 0.9, 7 / 8, 0.85, 0.8, 0.75, 0.7),
+    "float4e2m1": (1.0, 0.95, 0.9, 0.85, 0.8, 1.1, 1.2, 1.35, 1.5),
+}
+"""Ranges that are tried for a block, as multiples of its greatest |x|. At 7/8 that number is stored as -8 if it is
+negative. Above 1, the great numbers of float4 lie among 4, 3 and 2, whose neighbours are nearer than those of 6."""
+_CHUNK = 1 << 20
+"""Elements whose ranges are tried at once, which bounds the memory."""
 
 
 def numpy_dtype(dtype: str) -> Any:
@@ -68,6 +78,15 @@ class Stored:
         if self.block:
             return self.values.astype(np.float32) * np.repeat(self.scales, self.block, self.axis)
         return self.values.astype(np.float32) * _along(self.scales, self.axis, self.values.ndim)
+
+    def transposed(self) -> Stored:
+        """The same numbers of a weight of two axes, in blocks along the other axis."""
+        assert self.axis is not None
+        parts = self.parts
+        if parts is not None:
+            parts = np.ascontiguousarray(parts[0].T), parts[1]
+        values, scales = np.ascontiguousarray(self.values.T), np.ascontiguousarray(self.scales.T)
+        return Stored(values, scales, 1 - self.axis, self.block, parts)
 
 
 def scale_of(amax: npt.NDArray[Any] | float, dtype: str = "int8") -> npt.NDArray[np.float32]:
@@ -113,39 +132,89 @@ def quantize(
 ) -> Stored:
     """Rounds to the nearest number of the type, ties to even as QuantizeLinear does; beyond the range it saturates."""
     steps = weight.astype(np.float32) / _along(scales, axis, weight.ndim)
-    return Stored(_rounded(steps, dtype), scales, axis)
+    return Stored(to_type(steps, dtype), scales, axis)
 
 
 def in_blocks(weight: npt.NDArray[Any], axis: int, block: int, dtype: str) -> Stored:
     """Stores a weight with a scale for each block along `axis`, whose size is a multiple of `block`.
 
-    The scales of float4 are float8 multiples of one number, so that the greatest of them is 448.
+    The range of a block is the one of a few with the least squared error.
     """
-    shape = weight.shape
-    split = weight.reshape(*shape[:axis], shape[axis] // block, block, *shape[axis + 1 :])
-    amax = np.abs(split.astype(np.float64)).max(axis=axis + 1, initial=0.0)
-    parts = None
-    # Scales have the type of the weight; numbers are computed with a scale as it is stored.
-    if dtype == "float4e2m1":
-        exact = amax / _DTYPES[dtype][0]
-        whole = scale_of(exact.max(initial=0.0), "float8e4m3fn").astype(weight.dtype).astype(np.float32)
-        # A block of tiny numbers has the smallest float8 as its scale, for 0 is none.
-        multiples = np.maximum(exact / whole, _LEAST_E4M3).astype(np.float32)
-        parts = _rounded(multiples, "float8e4m3fn"), whole
-        scales = parts[0].astype(np.float32) * whole
-    else:
-        scales = scale_of(amax, dtype)
-    scales = scales.astype(weight.dtype).astype(np.float32)
+    whole = whole_scale(weight, dtype)
+    split = np.moveaxis(weight, axis, -1)
+    shape = (*split.shape[:-1], split.shape[-1] // block)
+    rows = split.reshape(-1, block)
+    multiples = np.empty(len(rows), np.float32)
+    step = max(1, _CHUNK // block)
+    for start in range(0, len(rows), step):
+        multiples[start : start + step] = block_multiples(rows[start : start + step], whole, dtype)
+    multiples = np.ascontiguousarray(np.moveaxis(multiples.reshape(shape), -1, axis))
+    scales = stored_scales(multiples, whole, weight.dtype)
     steps = weight.astype(np.float32) / np.repeat(scales, block, axis)
-    return Stored(_rounded(steps, dtype), scales, axis, block, parts)
+    return Stored(to_type(steps, dtype), scales, axis, block, scale_parts(multiples, whole, dtype))
 
 
-def _rounded(steps: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+def whole_scale(weight: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
+    """The number that the scales of all blocks of a weight are multiples of.
+
+    Those of float4 are float8 multiples, of which the greatest is 448. Other types have 1.
+    """
+    if dtype != "float4e2m1":
+        return np.ones((), np.float32)
+    amax = np.abs(weight.astype(np.float64)).max(initial=0.0)
+    # Scales have the type of the weight; numbers are computed with a scale as it is stored.
+    return scale_of(amax / _DTYPES[dtype][0], "float8e4m3fn").astype(weight.dtype).astype(np.float32)
+
+
+def block_multiples(
+    rows: npt.NDArray[Any], whole: npt.NDArray[np.float32], dtype: str, importance: npt.NDArray[Any] | float = 1.0
+) -> npt.NDArray[np.float32]:
+    """The scale of each row of (blocks, numbers), as a multiple of `whole`.
+
+    Args:
+        importance: factors of the squared errors, which broadcast over the rows.
+    """
+    exact = rows.astype(np.float32)
+    amax = np.abs(rows.astype(np.float64)).max(axis=-1, initial=0.0)
+    best = np.ones(len(rows), np.float32)
+    least = np.full(len(rows), np.inf)
+    for factor in _FACTORS[dtype]:
+        if dtype == "float4e2m1":
+            # A block of tiny numbers has the smallest float8 as its scale, for 0 is none.
+            multiples = np.maximum(amax * factor / _DTYPES[dtype][0] / whole, _LEAST_E4M3).astype(np.float32)
+            multiples = to_type(multiples, "float8e4m3fn").astype(np.float32)
+        else:
+            multiples = scale_of(amax * factor, dtype)
+        scales = stored_scales(multiples, whole, rows.dtype)[:, None]
+        error = np.square(to_type(exact / scales, dtype).astype(np.float32) * scales - exact) * importance
+        noise = error.sum(axis=-1)
+        best = np.where(noise < least, multiples, best)
+        least = np.minimum(noise, least)
+    return best
+
+
+def stored_scales(multiples: npt.NDArray[np.float32], whole: npt.NDArray[np.float32], kind: Any) -> npt.NDArray[Any]:
+    """The scales as float32, rounded to the type `kind` that they are stored in."""
+    scales: npt.NDArray[Any] = (multiples * whole).astype(kind).astype(np.float32)
+    return scales
+
+
+def scale_parts(
+    multiples: npt.NDArray[np.float32], whole: npt.NDArray[np.float32], dtype: str
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]] | None:
+    """The parts of the scales of a `Stored`; None where each is one number."""
+    if dtype != "float4e2m1":
+        return None
+    return to_type(multiples, "float8e4m3fn"), whole
+
+
+def to_type(steps: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """Numbers in steps, rounded to the type: to the nearest, ties to even; beyond the range they saturate."""
     top, kind = _DTYPES[dtype]
     # A cast to a float type rounds ties to even as well.
     if "int" in dtype:
         steps = np.rint(steps)
-    stored: npt.NDArray[Any] = np.clip(steps, -top, top).astype(kind)
+    stored: npt.NDArray[Any] = np.clip(steps, _LEAST.get(dtype, -top), top).astype(kind)
     return stored
 
 

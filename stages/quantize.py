@@ -45,7 +45,7 @@ class Quantize(Stage):
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 11
+    version: ClassVar[int] = 12
     takes: ClassVar[Mapping[str, str]] = {"model": "fused"}
     gives: ClassVar[str] = "quantized"
     uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric")
@@ -54,7 +54,7 @@ class Quantize(Stage):
 
     mode: Literal["int8", "fp8", "int4", "nvfp4", "qat", "fp16", "bf16", "none"] = "int8"
     """int8: Q/DQ around layers with weights. fp8: the same in float8 e4m3, for compute capability 8.9 and later. int4,
-    nvfp4: weights of Gemm and MatMul alone, in blocks of 32 and 16; nvfp4 for 10.0 and later. qat: int8 or fp8, with
+    nvfp4: weights of Gemm and MatMul alone, in blocks; nvfp4 for 10.0 and later. qat: int8 or fp8, with
     weights and scales trained under fake quantisation. fp16, bf16: half precision wherever it is safe. none: passed on
     as is."""
     target: Literal["tensorrt", "onnxruntime", "openvino"] = "tensorrt"
@@ -79,11 +79,13 @@ class Quantize(Stage):
     bias_correction: bool = False
     """In mode int8 or fp8, take what quantisation adds to a channel on average off the bias of its layer; the report
     says what the outputs gain."""
-    repairs: tuple[Literal["equalize", "smooth", "adaround"], ...] = ()
-    """In modes that quantise, what is tried before any training to lose less, for int8 layers; each stays where the
-    outputs gain by it. equalize: channels that share a scale are evened out between layers with at most a Relu in
-    between; in float that changes roundings alone. smooth: the same behind normalisations (SmoothQuant). adaround:
-    ranges of weights, and whether each is rounded up or down, by the error of their layer's output."""
+    repairs: tuple[Literal["equalize", "smooth", "awq", "adaround", "gptq"], ...] = ()
+    """In modes that quantise, what is tried before any training to lose less; each stays where the outputs gain by it.
+    For int8 layers: equalize: channels that share a scale are evened out between layers with at most a Relu in between;
+    in float that changes roundings alone. smooth: the same behind normalisations (SmoothQuant). adaround: ranges of
+    weights, and whether each is rounded up or down, by the error of their layer's output. For int4 and nvfp4 layers:
+    awq: inputs of large magnitude are scaled down, and their weights up, by the error of the layers' outputs. gptq:
+    weights are rounded one input after another, and those that follow make up for the error."""
     attention: bool = False
     """Also quantise matrix products of two activations."""
     ops: tuple[str, ...] | None = None
@@ -97,6 +99,8 @@ class Quantize(Stage):
     computes, of its weight or of its node, or by a glob: `{"encoder.*.fc2": fp16, head: skip}`. skip is fp32; int8,
     fp8, int4 and nvfp4 also hold where skip or auto would keep the layer float. Of several patterns the last
     decides."""
+    block_size: Literal[16, 32, 64, 128] = 32
+    """Numbers of an int4 weight that share a scale; nvfp4 always has 16."""
     max_drop: MaxDrop | None = None
     """Greatest loss of any metric that passes, in the metric's own units; `0.5%` is that part of the float model's
     value. Or by metric: `{accuracy: 0.5%, mse: {rise: 5%}}`, and the others are only shown. Judged by the point
@@ -109,7 +113,7 @@ class Quantize(Stage):
     search: bool = False
     """In modes that quantise, find the cheapest formats that keep max_drop (0.5% of each metric, if it is not set), or
     min_db without a metric: layers that the budget needs stay float, in fp16 where that holds too and `rest` is not
-    set. Tries bias_correction and repairs before (all of them, if repairs is not set). `pipe tune` sets it."""
+    set. Tries bias_correction and repairs before (all for the mode, if repairs is not set). `pipe tune` sets it."""
 
     qat: QatOptions | None = None
     """For mode qat, how it trains."""
@@ -123,6 +127,13 @@ class Quantize(Stage):
         if mode in FORMATS and mode not in _formats_of(target):
             raise ValueError(f"expected a target that takes {mode}; {target} takes {', '.join(_formats_of(target))}")
         return target
+
+    @field_validator("block_size")
+    @classmethod
+    def _check_block_size(cls, size: int, info: ValidationInfo) -> int:
+        if "int4" not in (info.data.get("mode", "int8"), *info.data.get("layers", {}).values()):
+            raise ValueError("expected int4 as the mode or in layers with it")
+        return size
 
     @field_validator("qat")
     @classmethod
@@ -203,7 +214,7 @@ class Quantize(Stage):
         with look.item("quantize"):
             inputs = look.need("signature").inputs
             # Half precision and blocks of weights need no ranges, but what the task gives is looked at.
-            calibrates = bool({"int8", "fp8"} & {self._format, *self.layers.values()})
+            calibrates = bool({"int8", "fp8", "awq", "gptq"} & {self._format, *self.layers.values(), *self.repairs})
             if self.mode != "none" and (calibrates or any(map(look.task.has, CALIBRATION_HOOKS))):
                 requested = self.samples if "samples" in self.model_fields_set else None
                 data_check.check_calibration(look, inputs, CALIBRATION_HOOKS, requested)
@@ -323,8 +334,10 @@ class Quantize(Stage):
             return convert.with_own_qdq(model, self._rules(formats)), _as_it_is
         calibrated = self._calibrated(model, data, formats)
         names: Sequence[str] = self.repairs
-        if self.search and self._format == "int8" and "repairs" not in self.model_fields_set:
-            names = repairs.REPAIRS
+        if names and data.hook() is None:
+            data.calibration()  # says that there are no samples
+        if self.search and "repairs" not in self.model_fields_set and data.hook() is not None:
+            names = repairs.of_format(self._format)
         train = functools.partial(self._train, work, formats=formats, data=data, probes=probes, evaluation=evaluation)
         if not calibrated.layers() or not (names or self.search):
             if self.mode == "qat" and calibrated.layers():
@@ -415,6 +428,7 @@ class Quantize(Stage):
             skip=self.skip,
             per_channel=self.per_channel,
             attention=self.attention,
+            int4_block=self.block_size,
             keep=formats.kept,
             forced=formats.quantized,
         )

@@ -50,7 +50,8 @@ def _type(info: FieldInfo) -> str:
     text = re.sub(r"typing\.|layerline\.stages\.\w+\.|<class '|'>|NoneType", "", text)
     text = text.replace("Optional[", "").replace(" | None", "") if "None" in text or "Optional" in text else text
     if "Literal[" in text:
-        return ", ".join(f"`{v}`" for v in re.findall(r"'([^']+)'", text)) + (" or a table" if "Union" in text else "")
+        choices = re.findall(r"'([^']+)'|\b(\d+)\b", text)
+        return ", ".join(f"`{name or number}`" for name, number in choices) + (" or a table" if "Union" in text else "")
     kinds = {"int": "integer", "float": "number", "str": "text", "bool": "true, false"}
     bare = text.strip("[]")
     if bare.startswith("layerline."):

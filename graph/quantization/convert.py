@@ -18,6 +18,7 @@ from layerline.calib.calibrators import Calibrator
 from layerline.calib.collect import Ranges
 from layerline.calib.plan import QuantPlan
 from layerline.calib.samples import Batch, Samples
+from layerline.calib.scales import Stored
 from layerline.graph.io.opset import raise_opset
 from layerline.graph.quantization import (
     bias_correction,
@@ -61,7 +62,7 @@ class Converted:
     notes: tuple[str, ...] = ()
     vanished: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     scaled: frozenset[str] = frozenset()
-    rounded: Mapping[str, Array] = field(default_factory=dict)
+    rounded: Mapping[str, Array | Stored] = field(default_factory=dict)
     trained: Light | None = None
 
 

@@ -82,7 +82,7 @@ def equalize(model: Light, plan: QuantPlan, feeds: Iterable[Feed], *, norms: boo
         norms: take the groups that begin at normalisations; else those between layers.
     """
     work = to_ir(model)
-    groups = _groups(work, norms)
+    groups = groups_of(work, norms)
     # int8 alone: float8 has fine steps near 0, so small channels lose nothing there.
     items = {value.name: value for value in plan.values if value.dtype in ("int8", "uint8")}
     tapped: list[tuple[str, int, int]] = []
@@ -101,14 +101,14 @@ def equalize(model: Light, plan: QuantPlan, feeds: Iterable[Feed], *, norms: boo
         factors = _best(terms)
         if factors is None:
             continue
-        _scale(work.graph, names, group, factors)
+        scale(work.graph, names, group, factors)
         scaled.update(value.name or "" for value in group.places)
         changed += 1
     return Equalized(from_ir(work), frozenset(scaled), changed)
 
 
-def _groups(work: ir.Model, norms: bool) -> list[Group]:
-    """The groups that can be scaled, none twice."""
+def groups_of(work: ir.Model, norms: bool | None) -> list[Group]:
+    """The groups that can be scaled, none twice: those behind normalisations, those between layers, or all (None)."""
     groups: list[Group] = []
     taken: set[ir.Value] = set()
     names = value_names(work)
@@ -122,7 +122,7 @@ def _groups(work: ir.Model, norms: bool) -> list[Group]:
         taken.update(group.places)
         if any(f"{value.name}{RESCALED}" in names for value in group.places):
             continue
-        if bool(group.norms) == norms and group.consumers and not _shares_weights(group):
+        if norms in (None, bool(group.norms)) and group.consumers and not _shares_weights(group):
             groups.append(group)
     return groups
 
@@ -258,7 +258,7 @@ def _relative(ranges: Numbers) -> Numbers:
     return relative
 
 
-def _scale(graph: ir.Graph, names: FreshNames, group: Group, factors: Numbers) -> None:
+def scale(graph: ir.Graph, names: FreshNames, group: Group, factors: Numbers) -> None:
     """Divides the channels of all values of a group by their factors, where they are made, and undoes it at readers."""
     for node, linear in group.producers.items():
         _multiply(graph, names, node, 1, linear.along_outputs(1 / factors))

@@ -57,6 +57,8 @@ def tuned(
         feeds: samples by input name. Ranges are tried on about eight of them, plans are compared on all.
     """
     rules, placed = range_choice.apart(model, rules, placed, histograms)
+    if not placed.activations:
+        calibrator = "minmax"  # weights have ranges of their own
     if calibrator != "auto":
         return Tuned(qdq.plan(model, placed, histograms, calibrator, percentile=percentile), rules, ())
     chosen = range_choice.choose(model, rules, placed, histograms, _spread(feeds), percentile=percentile)

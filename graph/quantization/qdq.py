@@ -111,7 +111,7 @@ class WeightLoss:
 
 
 def stored_weights(
-    model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any]]
+    model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any] | Stored]
 ) -> dict[tuple[str, str], npt.NDArray[Any]]:
     """What each quantised weight of the float model stands for, in the weight's own type, by name and type.
 
@@ -135,7 +135,7 @@ def stored_weights(
 
 
 def weight_sqnr(
-    model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any]]
+    model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any] | Stored]
 ) -> dict[tuple[str, str], WeightLoss]:
     """The SQNR of each quantised weight of the float model, by name and type; inf where nothing is lost.
 
@@ -189,11 +189,12 @@ def _channel_axis(values: Mapping[str | None, ir.Value], item: QuantValue) -> in
     return channel_axis(node)
 
 
-def apply(model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any]] | None = None) -> Light:
+def apply(model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any] | Stored] | None = None) -> Light:
     """A copy of the float model with the plan's Q/DQ pairs in it.
 
     Args:
-        rounded: weights that lie on the plan's steps already, by name; the others are rounded to the nearest.
+        rounded: weights by name that lie on the plan's steps already, or are stored in blocks; the others are rounded
+            to the nearest.
 
     Raises:
         StageError: a value, weight or reader that the plan names is not in the model.
@@ -245,12 +246,12 @@ class _Writer:
             producer.append([forth, back])
         return back.outputs[0]
 
-    def weight(self, value: ir.Value, item: QuantValue, rounded: npt.NDArray[Any] | None) -> ir.Value:
+    def weight(self, value: ir.Value, item: QuantValue, rounded: npt.NDArray[Any] | Stored | None) -> ir.Value:
         """Stores the weight and adds its DQ before the first reader; returns the dequantised weight."""
-        array = weight_of(value) if rounded is None else rounded
+        array = weight_of(value)
         if array is None:
             raise StageError("the plan quantises this value as a weight, but it is not constant", where=item.name)
-        stored = _stored(array, item)
+        stored = _stored(array if rounded is None else rounded, item)
         dtype, shape = ir.DataType.from_numpy(array.dtype), ir.Shape(array.shape)
         along: dict[str, int] = {}
         if item.axis is not None:
@@ -295,7 +296,9 @@ class _Writer:
         return ir.node(op, inputs, attributes, outputs=[output], name=name, metadata_props=props)
 
 
-def _stored(array: npt.NDArray[Any], item: QuantValue) -> Stored:
+def _stored(array: npt.NDArray[Any] | Stored, item: QuantValue) -> Stored:
+    if isinstance(array, Stored):
+        return array
     if item.block and item.axis is not None:
         return in_blocks(array, item.axis, item.block, item.dtype)
     scales = np.array(item.scales, array.dtype)

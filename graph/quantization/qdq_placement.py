@@ -45,6 +45,7 @@ class Rules:
         target: the runtime that it is for, of TARGETS.
         format: of layers for which `formats` has none, of FORMATS.
         formats: of single layers, by the node's first output.
+        int4_block: numbers of an int4 weight that share a scale.
         ops: operators to quantise, of OPS.
         skip: what stays float: value or node names, module paths (with everything below them), or globs of either.
         per_channel: one scale per output channel of a weight, not one per weight.
@@ -58,6 +59,7 @@ class Rules:
     target: str = "tensorrt"
     format: str = "int8"
     formats: Mapping[str, str] = field(default_factory=dict)
+    int4_block: int = FORMATS["int4"].block
     ops: Sequence[str] = OPS
     skip: Sequence[str] = ()
     per_channel: bool = True
@@ -231,13 +233,14 @@ class _Placing:
     def _in_blocks(self, node: ir.Node, name: str) -> None:
         """A weight in blocks along the axis that is summed; the activation stays float."""
         entry = FORMATS[name]
+        block = self.rules.int4_block if name == "int4" else entry.block
         axis, weight = summed_axis(node), weight_of(node.inputs[1])
         if axis is None or weight is None:
             self.kept[node] = f"{name} takes a weight of two axes on the right side of a product"
-        elif weight.shape[axis] % entry.block:
-            self.kept[node] = f"it sums {weight.shape[axis]} products, no multiple of the {entry.block} of a block"
+        elif weight.shape[axis] % block:
+            self.kept[node] = f"it sums {weight.shape[axis]} products, no multiple of the {block} of a block"
         else:
-            self._want(node, 1, "weight", entry.weight, axis, f"weight of {node.op_type}, in blocks", entry.block)
+            self._want(node, 1, "weight", entry.weight, axis, f"weight of {node.op_type}, in blocks", block)
 
     def _add(self, node: ir.Node) -> None:
         convs = [self._fusing_conv(v) for v in node.inputs]

@@ -19,6 +19,7 @@ from layerline.backends.light import Light
 from layerline.calib import range_candidates
 from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan
+from layerline.calib.scales import Stored
 from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.quantization import qdq, range_trials
 from layerline.graph.quantization.qdq_placement import Placement, Rules, place
@@ -101,7 +102,7 @@ def choose(
 
 
 def shifts(
-    model: Light, plan: QuantPlan, feeds: Sequence[Feed], rounded: Mapping[str, Array] | None = None
+    model: Light, plan: QuantPlan, feeds: Sequence[Feed], rounded: Mapping[str, Array | Stored] | None = None
 ) -> dict[str, npt.NDArray[np.float64]]:
     """The mean error that a plan adds to each output channel of each layer with weights, fed with exact inputs.
 

@@ -9,12 +9,13 @@ from typing import Literal, TypeAlias
 
 from layerline.backends.base import Feed
 from layerline.backends.light import Light
-from layerline.graph.quantization import equalization, rounding
+from layerline.graph.quantization import awq, equalization, rounding
 from layerline.graph.quantization.convert import Calibrated
 from layerline.graph.quantization.measured_plan import OutputReference
+from layerline.graph.quantization.targets import FORMATS
 
-Repair: TypeAlias = Literal["equalize", "smooth", "adaround"]
-REPAIRS: tuple[Repair, ...] = ("equalize", "smooth", "adaround")
+Repair: TypeAlias = Literal["equalize", "smooth", "awq", "adaround", "gptq"]
+REPAIRS: tuple[Repair, ...] = ("equalize", "smooth", "awq", "adaround", "gptq")
 """In the order in which they are tried. Scaling changes the ranges of channels, and rounding needs the final ranges."""
 SAME_DB = 100.0
 """Least SQNR of the float model's outputs after scaling. Rounding in float32 alone leaves about 140 dB; less than 100
@@ -36,12 +37,16 @@ class Repairer:
     def apply(self, name: Repair, calibrated: Calibrated) -> tuple[Calibrated, str]:
         """The model with one more repair, and a few words on what changed; "" if there was nothing to change."""
         repairs = (*calibrated.repairs, name)
-        if name == "adaround":
-            rounded = rounding.rounded(calibrated.model, calibrated.plan, self.samples)
+        if name in ("adaround", "gptq"):
+            chosen = rounding.rounded(calibrated.model, calibrated.plan, self.samples, blocks=name == "gptq")
+            changed = f"{len(chosen.arrays)} weights" if chosen.arrays else ""
+            rounded = calibrated.rounded.with_others(chosen)
             plan = rounding.with_scales(calibrated.plan, rounded.entries)
-            changed = f"{len(rounded.arrays)} weights" if rounded.arrays else ""
             return dataclasses.replace(calibrated, plan=plan, rounded=rounded, repairs=repairs), changed
-        equalized = equalization.equalize(calibrated.model, calibrated.plan, self.samples(), norms=name == "smooth")
+        if name == "awq":
+            equalized = awq.scaled(calibrated.model, calibrated.plan, self.samples)
+        else:
+            equalized = equalization.equalize(calibrated.model, calibrated.plan, self.samples(), norms=name == "smooth")
         if not equalized.groups:
             return calibrated, ""
         worst_db = OutputReference(calibrated.model, calibrated.feeds).least_db(equalized.model)
@@ -50,6 +55,15 @@ class Repairer:
         recalibrated = self.calibrate(equalized.model)
         scaled = calibrated.scaled | equalized.scaled
         return dataclasses.replace(recalibrated, scaled=scaled, repairs=repairs), f"{equalized.groups} groups"
+
+
+def of_format(name: str) -> list[Repair]:
+    """The repairs that do something for layers in a format."""
+    if FORMATS[name].block:
+        return ["awq", "gptq"]
+    if name == "int8":
+        return ["equalize", "smooth", "adaround"]
+    return []
 
 
 def in_order(names: Sequence[str]) -> list[Repair]:

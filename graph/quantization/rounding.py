@@ -4,14 +4,15 @@ The objective of the rounding is that of AdaRound (M. Nagel et al., "Up or Down?
 Quantization", ICML 2020): the mean square of (W' - W) x over what calibration feeds a layer, with each weight on one of
 its two neighbouring steps. It needs only the second moments of x, so memory does not grow with the samples, and it is
 minimised weight by weight until no single change helps. Before that each output channel takes the range with the least
-error of plain rounding, where x varies as its single elements do.
+error of plain rounding, where x varies as its single elements do. `gptq` rounds weights in blocks, from the same second
+moments.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,11 +24,11 @@ from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.histogram import shortest
 from layerline.calib.plan import QuantPlan, QuantValue
-from layerline.calib.scales import LEVELS
+from layerline.calib.scales import LEVELS, Stored
 from layerline.graph.analysis.ir_queries import constant
 from layerline.graph.fusion.affine_ops import outputs_come_first
 from layerline.graph.io.ir_convert import to_ir
-from layerline.graph.quantization import qdq
+from layerline.graph.quantization import gptq, qdq
 from layerline.graph.quantization.naming import first_output
 from layerline.graph.quantization.weight_sources import weight_of
 
@@ -44,7 +45,7 @@ ENDS = np.linspace(1.0, 0.7, 31, dtype=np.float32)
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """A layer whose weights are quantised, and the value that it reads.
 
     Attributes:
@@ -86,15 +87,21 @@ class RoundedWeights:
     """The weights that were rounded, by name.
 
     Attributes:
-        arrays: each weight on the better one of its two neighbouring steps.
+        arrays: each weight on its steps; one in blocks as it is stored.
         entries: of the plan, with the ranges that the steps belong to.
     """
 
-    arrays: Mapping[str, Array] = field(default_factory=dict)
+    arrays: Mapping[str, Array | Stored] = field(default_factory=dict)
     entries: Mapping[str, QuantValue] = field(default_factory=dict)
 
+    def with_others(self, other: RoundedWeights) -> RoundedWeights:
+        """These weights and those of another repair."""
+        return RoundedWeights({**self.arrays, **other.arrays}, {**self.entries, **other.entries})
 
-def rounded(model: Light, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]]) -> RoundedWeights:
+
+def rounded(
+    model: Light, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]], *, blocks: bool = False
+) -> RoundedWeights:
     """Chooses ranges and steps in layers with a stored weight on their right side that nothing else reads.
 
     Those of a ConvTranspose stay as they are.
@@ -103,14 +110,21 @@ def rounded(model: Light, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]]) 
         model: the float model.
         plan: of it.
         feeds: gives samples by input name, at each call from the first on.
+        blocks: round the weights in blocks, by GPTQ; else those in int8, by AdaRound.
     """
-    arrays: dict[str, Array] = {}
+    arrays: dict[str, Array | Stored] = {}
     entries: dict[str, QuantValue] = {}
-    for layers in _passes(_layers(model, plan)):
+    for layers in _passes(layers_of(model, plan, blocks=blocks)):
         moments = _moments(model, layers, feeds())
         for layer in layers:
             total, count = moments.pop(layer.weight.name)
-            if count and np.isfinite(total).all():
+            if not total.any() or not np.isfinite(total).all():
+                continue
+            if blocks:
+                stored = gptq.rounded(layer.rows[0], total[0], layer.weight.block, layer.weight.dtype)
+                arrays[layer.weight.name] = stored if outputs_come_first(layer.node) else stored.transposed()
+                entries[layer.weight.name] = dataclasses.replace(layer.weight, calibrator="gptq")
+            else:
                 scales = _scales(layer, total)
                 arrays[layer.weight.name] = layer.stored(_solved(layer, scales, total, count))
                 amax = LEVELS * float(scales.max())
@@ -120,18 +134,21 @@ def rounded(model: Light, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]]) 
     return RoundedWeights(arrays, entries)
 
 
-def _layers(model: Light, plan: QuantPlan) -> list[_Layer]:
+def layers_of(model: Light, plan: QuantPlan, *, blocks: bool) -> list[Layer]:
+    """The layers whose int8 weight, or weight in blocks, can be rounded by what calibration feeds them."""
     work = to_ir(model)
     nodes = {first_output(node): node for node in work.graph}
     activations: dict[tuple[str, int], QuantValue] = {}
     for item in plan.values:
         if item.role == "activation" and item.dtype in ("int8", "uint8"):
             activations.update(dict.fromkeys(item.readers, item))
-    layers: list[_Layer] = []
+    layers: list[Layer] = []
     # A weight that is stored in two types has two entries.
     entries = Counter(item.name for item in plan.values)
     for item in plan.values:
-        if item.role != "weight" or item.dtype != "int8" or len(item.readers) != 1 or entries[item.name] > 1:
+        if item.role != "weight" or len(item.readers) != 1 or entries[item.name] > 1:
+            continue
+        if (not item.block) if blocks else (item.dtype != "int8"):
             continue
         reader, index = item.readers[0]
         node = nodes[reader]
@@ -144,13 +161,13 @@ def _layers(model: Light, plan: QuantPlan) -> list[_Layer]:
         if array is None or source is None or constant(source) is not None or padded not in ("NOTSET", "VALID"):
             continue
         if node.op_type == "Conv" or is_matrix:
-            layers.append(_Layer(node, item, array, source.name or "", activations.get((reader, 0))))
+            layers.append(Layer(node, item, array, source.name or "", activations.get((reader, 0))))
     return layers
 
 
-def _passes(layers: list[_Layer]) -> Iterator[list[_Layer]]:
+def _passes(layers: list[Layer]) -> Iterator[list[Layer]]:
     """Layers whose moments fit in memory together. One whose own don't is left out."""
-    batch: list[_Layer] = []
+    batch: list[Layer] = []
     total = 0
     for layer in layers:
         groups, _, inputs = layer.rows.shape
@@ -166,27 +183,31 @@ def _passes(layers: list[_Layer]) -> Iterator[list[_Layer]]:
         yield batch
 
 
-def _moments(model: Light, layers: list[_Layer], feeds: Iterable[Feed]) -> dict[str, tuple[Numbers, int]]:
+def _moments(model: Light, layers: list[Layer], feeds: Iterable[Feed]) -> dict[str, tuple[Numbers, int]]:
     """By weight: the sum of x xᵀ over rows of what the layer reads, (groups, inputs, inputs), and how many rows."""
-    session = OnnxRuntime(few_runs=True).open(model, list(dict.fromkeys(layer.source for layer in layers)))
     moments: dict[str, tuple[Numbers, int]] = {}
-    for feed in feeds:
-        values = session.run(feed)
-        for layer in layers:
-            value = values.get(layer.source)
-            data = np.asarray(feed[layer.source] if value is None else value, np.float32)
-            if layer.activation is not None:
-                data, _ = qdq.rounded(data, layer.activation)
-            rows = _windows(layer, data)
-            count, groups = rows.shape[:2]
-            # One product for each group: an einsum over all groups would copy all windows.
-            sums = np.stack([rows[:, group].T @ rows[:, group] for group in range(groups)])
-            previous_sums, previous_count = moments.get(layer.weight.name, (np.zeros_like(sums), 0))
-            moments[layer.weight.name] = previous_sums + sums, previous_count + count
+    for layer, data in values_read(model, layers, feeds):
+        if layer.activation is not None:
+            data, _ = qdq.rounded(data, layer.activation)
+        rows = _windows(layer, data)
+        count, groups = rows.shape[:2]
+        # One product for each group: an einsum over all groups would copy all windows.
+        sums = np.stack([rows[:, group].T @ rows[:, group] for group in range(groups)])
+        previous_sums, previous_count = moments.get(layer.weight.name, (np.zeros_like(sums), 0))
+        moments[layer.weight.name] = previous_sums + sums, previous_count + count
     return moments
 
 
-def _windows(layer: _Layer, data: Numbers) -> Numbers:
+def values_read(model: Light, layers: Sequence[Layer], feeds: Iterable[Feed]) -> Iterator[tuple[Layer, Numbers]]:
+    """What each layer reads, for each feed."""
+    session = OnnxRuntime(few_runs=True).open(model, list(dict.fromkeys(layer.source for layer in layers)))
+    for feed in feeds:
+        values = {**feed, **session.run(feed)}
+        for layer in layers:
+            yield layer, np.asarray(values[layer.source], np.float32)
+
+
+def _windows(layer: Layer, data: Numbers) -> Numbers:
     """What a layer multiplies its weights with, at evenly spread positions: (positions, groups, inputs)."""
     if layer.node.op_type != "Conv":
         rows = data.reshape(-1, 1, data.shape[-1])
@@ -218,7 +239,7 @@ def _spread(count: int, width: int) -> npt.NDArray[np.int64]:
     return np.linspace(0, count - 1, most).astype(np.int64)
 
 
-def _scales(layer: _Layer, moments: Numbers) -> Numbers:
+def _scales(layer: Layer, moments: Numbers) -> Numbers:
     """One scale for each output channel, or one for all where the plan has one."""
     rows = layer.rows.astype(np.float32)
     powers = np.einsum("gkk->gk", moments)[:, None]
@@ -237,7 +258,7 @@ def _scales(layer: _Layer, moments: Numbers) -> Numbers:
     return np.asarray(chosen, np.float32)
 
 
-def _solved(layer: _Layer, scales: Numbers, moments: Numbers, count: int) -> Numbers:
+def _solved(layer: Layer, scales: Numbers, moments: Numbers, count: int) -> Numbers:
     """The rounded weights, (groups, outputs, inputs). No change of a single weight lowers the error of the layer."""
     rows = layer.rows.astype(np.float32)
     groups, outputs, inputs = rows.shape

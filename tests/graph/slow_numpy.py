@@ -19,13 +19,15 @@ def minifloat(exponent_bits, mantissa_bits, bias, codes):
 
 E4M3 = minifloat(4, 3, 7, 127)  # 0 to 448; code 127 is NaN
 E2M1 = minifloat(2, 1, 1, 8)  # 0, 0.5, 1, 1.5, 2, 3, 4, 6
-INT4 = [float(n) for n in range(8)]
+INT4 = [float(n) for n in range(8)]  # and -8
 INT8 = [float(n) for n in range(128)]
 GRIDS = {"fp8": E4M3, "nvfp4": E2M1, "int4": INT4, "int8": INT8}
 
 
 def nearest(x, grid):
     """The nearest number of the grid, of two at the same distance the one with an even code; saturates."""
+    if grid is INT4 and x < -7.5:
+        return np.float32(-8)
     size = min(abs(float(x)), grid[-1])
     best = min(range(len(grid)), key=lambda code: (abs(grid[code] - size), code % 2))
     return np.float32(np.copysign(grid[best], x))

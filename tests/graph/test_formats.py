@@ -113,34 +113,73 @@ BLOCKS = {"int4": 32, "nvfp4": 16}
 BLOCKED = hnp.arrays(np.float32, st.tuples(st.just(2), st.sampled_from([32, 64])), elements=NUMBERS)
 
 
-def slow_blocks(weight, block, name):
-    """The numbers that a weight (outputs, inputs) is stored as, block by block along the inputs."""
-    out = np.zeros(weight.shape, np.float32)
-    blocks = [(row, start) for row in range(weight.shape[0]) for start in range(0, weight.shape[1], block)]
-    largest = {at: float(np.abs(weight[at[0], at[1] : at[1] + block]).max()) for at in blocks}
-    whole = np.float32(max(max(largest.values()) / 6 / 448, 2.0**-24) if max(largest.values()) else 1 / 127)
-    for row, start in blocks:
-        amax = largest[row, start]
-        if name == "nvfp4":
-            multiple = np.float32(max(amax / 6 / float(whole), 2.0**-9))
-            scale = slow_numpy.nearest(multiple, slow_numpy.E4M3) * whole
-        else:
-            scale = np.float32(max(amax / 7, 2.0**-24) if amax else 1 / 127)
-        for column in range(start, start + block):
-            out[row, column] = slow_numpy.round_trip(weight[row, column], scale, slow_numpy.GRIDS[name])
-    return out
+def slow_scales(weight, block, name):
+    """The scales of the greatest number of each block of a weight (outputs, inputs), and the step between scales."""
+    blocks = np.abs(weight.reshape(weight.shape[0], -1, block).astype(np.float64)).max(axis=2)
+    if name == "int4":
+        return np.where(blocks, np.maximum(blocks / 7, 2.0**-24), 1 / 127), None
+    whole = np.float32(max(blocks.max() / 6 / 448, 2.0**-24) if blocks.max() else 1 / 127)
+    multiples = [slow_numpy.nearest(np.float32(max(m, 2.0**-9)), slow_numpy.E4M3) for m in (blocks / 6 / whole).ravel()]
+    return np.float32(multiples).reshape(blocks.shape) * whole, whole
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 @given(weight=BLOCKED)
 @settings(max_examples=25, deadline=None)
 def test_a_weight_in_blocks_is_the_nearest_number_of_its_block(name, weight):
+    block = BLOCKS[name]
+    plain, whole = slow_scales(weight, block, name)
     for axis in (0, 1):
-        stored = in_blocks(weight.T if axis == 0 else weight, axis, BLOCKS[name], TYPES[name])
-        assert np.isfinite(stored.scales).all() and (stored.scales > 0).all()
+        stored = in_blocks(weight.T if axis == 0 else weight, axis, block, TYPES[name])
+        scales = stored.scales.T if axis == 0 else stored.scales
+        assert np.isfinite(scales).all() and (scales > 0).all()
+        if whole is not None:
+            multiples = stored.parts[0].T if axis == 0 else stored.parts[0]
+            np.testing.assert_array_equal(multiples.astype(np.float32) * whole, scales)
+        # The range is between 0.7 and 1.5 times the greatest number, and no worse than that number itself.
+        assert (scales <= 1.6 * plain + 2.0**-9 * (whole or 0)).all() and (scales >= 0.65 * plain).all()
         back = stored.dequantized()
-        np.testing.assert_array_equal(back.T if axis == 0 else back, slow_blocks(weight, BLOCKS[name], name))
+        back = back.T if axis == 0 else back
+        wide = np.repeat(scales, block, axis=1)
+        np.testing.assert_array_equal(back, slow_numpy.each(weight, wide, slow_numpy.GRIDS[name]))
+        before = slow_numpy.each(weight, np.repeat(plain.astype(np.float32), block, axis=1), slow_numpy.GRIDS[name])
+        errors = [np.square((a - weight).astype(np.float64)).reshape(len(weight), -1, block) for a in (back, before)]
+        chosen, greatest = (each.sum(axis=2) for each in errors)
+        assert (chosen <= greatest * (1 + 1e-4) + 1e-30).all()
         assert (stored.values.astype(np.float32)[(weight.T if axis == 0 else weight) == 0] == 0).all()
+
+
+def test_the_greatest_negative_number_of_a_block_may_be_stored_as_8_steps():
+    # In sevenths of 8 every number but 0 would be off; in eighths all are exact.
+    block = np.float32([-8, *range(-7, 8), *[0.0] * 16])
+    stored = in_blocks(block[None], 1, 32, "int4")
+    assert stored.scales.tolist() == [[1.0]] and stored.values.astype(int)[0, :16].tolist() == list(range(-8, 8))
+    np.testing.assert_array_equal(stored.transposed().dequantized(), block[:, None])
+    net = model("g (float[n, 32] x) => (float[n, 1] y) { y = MatMul (x, w) }", w=block[:, None].copy())
+    _, quantized = quantized_model(net, np.eye(32, dtype=np.float32), rules=Rules(format="int4"))
+    [codes] = [t for t in quantized.graph.initializer if t.name == "w/quantized"]
+    assert codes.raw_data[0] == 0x98  # -8 in the low half, -7 in the high one
+    np.testing.assert_array_equal(run(quantized, np.eye(32, dtype=np.float32))[0][:, 0], block)
+
+
+def test_float4_takes_a_range_beyond_the_greatest_number_where_its_numbers_fit_better():
+    # 4 and 3 of 6 are exact with a scale of 1; with the greatest number as 6 the others fall between its steps.
+    block = np.float32([4.0, 3.0, 2.0, 1.5, 1.0, 0.5] + [3.0] * 10)
+    weight = np.stack([block, np.full(16, 4.0 * 448 / 6 * 6, np.float32)])
+    stored = in_blocks(weight, 1, 16, "float4e2m1")
+    np.testing.assert_array_equal(stored.dequantized()[0], block)
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_blocks_of_int4_have_the_size_that_is_asked_for(size):
+    net = model("g (float[n, 128] x) => (float[n, 4] y) { y = Gemm <transB = 1> (x, w) }", w=f32(4, 128))
+    x = f32(3, 128)
+    plan, quantized = quantized_model(net, x, rules=Rules(format="int4", int4_block=size))
+    [scales] = [numpy_helper.to_array(t) for t in quantized.graph.initializer if t.name == "w/scale"]
+    assert plan.value("w").block == size and scales.shape == (4, 128 // size)
+    [weight] = [numpy_helper.to_array(t) for t in net.graph.initializer]
+    stored = in_blocks(weight, 1, size, "int4").dequantized()
+    np.testing.assert_allclose(run(quantized, x)[0], x @ stored.T, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -179,8 +218,8 @@ def test_weights_in_blocks_and_float_activations(name):
     if name == "int4":
         weights = OnnxRuntime().open(quantized.SerializeToString(), names).run({"x": x})
     w1, w2 = stored(PRODUCTS)["w1"], stored(PRODUCTS)["w2"]
-    np.testing.assert_array_equal(weights[names[0]].T, slow_blocks(w1.T, BLOCKS[name], name))
-    np.testing.assert_array_equal(weights[names[1]], slow_blocks(w2, BLOCKS[name], name))
+    np.testing.assert_array_equal(weights[names[0]].T, in_blocks(w1, 0, BLOCKS[name], TYPES[name]).dequantized().T)
+    np.testing.assert_array_equal(weights[names[1]], in_blocks(w2, 1, BLOCKS[name], TYPES[name]).dequantized())
     [got], [exact] = run(light.whole(), x), run(PRODUCTS, x)
     # Two products with 4 bits each; how much they lose depends on the numbers drawn.
     assert np.linalg.norm(got - exact) < 0.4 * np.linalg.norm(exact)

@@ -74,7 +74,7 @@ def test_inputs_in_uint8_are_taken_as_they_are_stored():
     values = tuple(x if value.name == "x" else value for value in plan.values)
     plan = dataclasses.replace(plan, values=values)
     stored = qdq.rounded(feed["x"], x)[0]
-    [layer] = rounding._layers(light, plan)
+    [layer] = rounding.layers_of(light, plan, blocks=False)
     sums, count = rounding._moments(light, [layer], [feed])["w"]
     assert count == 300 and np.abs(stored - feed["x"]).max() > 0.5
     np.testing.assert_allclose(sums[0], stored.T @ stored, rtol=1e-4)

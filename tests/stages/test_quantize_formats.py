@@ -6,6 +6,7 @@ from pydantic import ValidationError
 
 from layerline.export.signature import Value
 from layerline.graph.io import onnx_files
+from layerline.pipeline.errors import TaskError
 from layerline.stages.quantize import Quantize
 from tests.stages.test_quantize import CALIB, LABELLED, model, work  # noqa: F401 - a fixture
 from tests.stages.test_quantize_search import formats, searched  # noqa: F401 - a fixture
@@ -45,13 +46,22 @@ def test_weights_in_blocks_need_no_samples(work, mode, task):  # noqa: F811
     weights = {"w1": (64, 32), "w2": (32, 4)}
     net = model(text, **{k: rng.standard_normal(v).astype(np.float32) for k, v in weights.items()})
     feeds = [{"x": rng.standard_normal((n, 64)).astype(np.float32)} for n in (2, 1, 5)]
-    made = work(task.replace("return X", "return rng.standard_normal((40, 64)).astype(np.float32)"), net,
-                (Value(name="x", dtype="float32", shape=("n", 64)),), feeds)  # fmt: skip
+    task = task.replace("return X", "return np.random.default_rng(0).standard_normal((40, 64)).astype(np.float32)")
+    made = work(task, net, (Value(name="x", dtype="float32", shape=("n", 64)),), feeds)  # fmt: skip
     report = Quantize(mode=mode).run(made)
     assert report.passed, report.gates
     assert report.metrics[f"{mode}_products"] == "2 of 2" and report.metrics["quantized_activations"] == 0
     assert 12 < report.metrics["output_sqnr_db"] < 30
     assert report.metrics["bytes_after"] < 0.4 * report.metrics["bytes_before"]
+    # Repairs need samples, of which the table says what they gained.
+    if not task:
+        with pytest.raises(TaskError, match="0 calibration samples"):
+            Quantize(mode=mode, repairs=["gptq"]).run(made)
+    else:
+        repaired = Quantize(mode=mode, repairs=["gptq", "awq", "adaround"], min_db=0).run(made)
+        rows = {row["repair"]: row["changed"] for row in repaired.tables["repairs"]}
+        assert [*rows] == ["awq", "adaround", "gptq"] and (rows["adaround"], rows["gptq"]) == ("", "2 weights")
+        assert repaired.metrics["output_sqnr_db"] >= report.metrics["output_sqnr_db"]
     rest = Quantize(mode=mode, rest="fp16").run(made)
     assert rest.passed and rest.metrics["fp16_nodes"] > 0
 
@@ -67,8 +77,9 @@ def test_a_target_of_its_own_rules_passes_the_gates(work, target):  # noqa: F811
 
 @pytest.mark.parametrize(
     "fields", [{"mode": "fp8", "target": "openvino"}, {"mode": "qat", "target": "openvino"},
-               {"target": "onnxruntime", "layers": {"head": "nvfp4"}}],
+               {"target": "onnxruntime", "layers": {"head": "nvfp4"}}, {"block_size": 64},
+               {"mode": "int4", "block_size": 48}, {"mode": "nvfp4", "block_size": 32}],
 )  # fmt: skip
 def test_formats_that_a_target_lacks_are_refused(fields):
-    with pytest.raises(ValidationError, match="expected"):
+    with pytest.raises(ValidationError, match=r"expected|should be"):
         Quantize(**fields)

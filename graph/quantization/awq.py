@@ -1,0 +1,112 @@
+"""Scales the inputs of layers whose weights are quantised in blocks, so that the inputs that matter keep more.
+
+After J. Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration" (arXiv
+2306.00978): an input channel of mean magnitude m is divided by mᵃ, and its weights are multiplied by it. The exponent a
+is the one of a grid with the least error at the outputs of the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from layerline.backends.base import Feed
+from layerline.backends.light import Light
+from layerline.calib.plan import QuantPlan
+from layerline.calib.scales import in_blocks
+from layerline.graph.analysis.ir_queries import FreshNames
+from layerline.graph.fusion.channel_groups import Group
+from layerline.graph.io.ir_convert import from_ir, to_ir
+from layerline.graph.quantization import equalization, rounding
+from layerline.graph.quantization.equalization import MOST, Equalized
+from layerline.graph.quantization.naming import first_output
+from layerline.graph.quantization.rounding import Layer
+
+Numbers = npt.NDArray[np.float32]
+EXPONENTS = np.linspace(0.05, 1.0, 20)
+"""The paper's grid, beside 0, which changes nothing."""
+ROWS = 512
+"""Rows (tokens) of what a layer reads on which the exponents are compared, from all samples together."""
+ROWS_OF_A_FEED = 64
+
+
+def scaled(model: Light, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]]) -> Equalized:
+    """Scales the channels that layers with weights in blocks read, where their outputs lose less by it.
+
+    Args:
+        model: the float model.
+        plan: of it.
+        feeds: gives samples by input name.
+    """
+    work = to_ir(model)
+    layers = {first_output(layer.node): layer for layer in rounding.layers_of(model, plan, blocks=True)}
+    rows = _rows(model, list(layers.values()), feeds())
+    names = FreshNames(work)
+    changed_values: set[str] = set()
+    changed = 0
+    for group in equalization.groups_of(work, norms=None):
+        factors = _best(group, layers, rows)
+        if factors is None:
+            continue
+        equalization.scale(work.graph, names, group, factors)
+        changed_values.update(value.name or "" for value in group.places)
+        changed += 1
+    if not changed:
+        return Equalized(model)
+    return Equalized(from_ir(work), frozenset(changed_values), changed)
+
+
+def _rows(model: Light, layers: Sequence[Layer], feeds: Iterable[Feed]) -> dict[str, Numbers]:
+    """By the value that layers read: rows of it, (rows, inputs)."""
+    first_readers = {layer.source: layer for layer in reversed(layers)}
+    parts: dict[str, list[Numbers]] = {source: [] for source in first_readers}
+    for layer, value in rounding.values_read(model, list(first_readers.values()), feeds):
+        flat = value.reshape(-1, value.shape[-1])
+        missing = ROWS - sum(len(part) for part in parts[layer.source])
+        count = min(missing, ROWS_OF_A_FEED, len(flat))
+        if count > 0:
+            parts[layer.source].append(flat[np.linspace(0, len(flat) - 1, count).astype(np.int64)])
+    return {source: np.concatenate(arrays) for source, arrays in parts.items() if arrays}
+
+
+def _best(group: Group, layers: Mapping[str, Layer], rows: Mapping[str, Numbers]) -> npt.NDArray[np.float64] | None:
+    """The factors with the least error over all layers that read the group; None where 1 is as good."""
+    readers: list[tuple[Layer, Numbers, int]] = []
+    magnitudes: list[npt.NDArray[np.float64]] = []
+    for node in group.consumers:
+        layer = layers.get(first_output(node))
+        value = node.inputs[0]
+        if layer is None or value is None or layer.source not in rows:
+            continue
+        inputs = rows[layer.source]
+        spread = group.places[value][1]
+        readers.append((layer, inputs, spread))
+        by_channel = np.abs(inputs).mean(axis=0, dtype=np.float64).reshape(group.channels, spread).mean(axis=1)
+        magnitudes.append(by_channel / max(float(by_channel.mean()), 1e-30))
+    if not readers or not np.isfinite(magnitudes).all():
+        return None
+    magnitude = np.maximum(np.mean(magnitudes, axis=0), 1e-30)
+    ones = np.ones(group.channels)
+    best, least = None, sum(_error(layer, inputs, np.repeat(ones, spread)) for layer, inputs, spread in readers)
+    for exponent in EXPONENTS:
+        logarithms = exponent * np.log2(magnitude)
+        logarithms -= (logarithms.max() + logarithms.min()) / 2
+        factors = np.exp2(np.clip(logarithms, -MOST, MOST))
+        error = sum(_error(layer, inputs, np.repeat(factors, spread)) for layer, inputs, spread in readers)
+        if error < least:
+            best, least = factors, error
+    return best
+
+
+def _error(layer: Layer, inputs: Numbers, factors: npt.NDArray[np.float64]) -> float:
+    """The power of a layer's error over that of its output, once its inputs are divided by these factors."""
+    weight = layer.rows[0].astype(np.float32)
+    by_input = factors.astype(np.float32)
+    stored = in_blocks((weight * by_input).astype(layer.array.dtype), 1, layer.weight.block, layer.weight.dtype)
+    difference = stored.dequantized() / by_input - weight
+    signal = float(np.square(inputs @ weight.T, dtype=np.float64).sum())
+    if signal <= 0:
+        return 0.0
+    return float(np.square(inputs @ difference.T, dtype=np.float64).sum()) / signal

@@ -1,0 +1,118 @@
+"""GPTQ against a slow reference, AWQ as the same function in float, and what both gain."""
+
+import dataclasses
+
+import numpy as np
+import onnx
+import pytest
+
+from layerline.backends.light import split
+from layerline.calib.plan import QuantPlan
+from layerline.calib.scales import block_multiples, in_blocks, stored_scales, to_type, whole_scale
+from layerline.graph.io.opset import raise_opset
+from layerline.graph.quantization import awq, gptq, own_qdq, qdq, rounding
+from layerline.graph.quantization.qdq_placement import Rules, place
+from tests.graph.test_qdq import model, run
+
+TYPES = {"int4": ("int4", 32), "nvfp4": ("float4e2m1", 16)}
+
+
+def slow_gptq(rows, moments, block, dtype):
+    """Optimal brain quantisation in a fixed order: after each column the best step of all columns that are left."""
+    work = rows.astype(np.float64)
+    hessian = moments + 0.01 * np.diagonal(moments).mean() * np.eye(len(moments))
+    whole = whole_scale(rows, dtype)
+    for k in range(rows.shape[1]):
+        if k % block == 0:
+            columns = work[:, k : k + block].astype(np.float32)
+            multiples = block_multiples(columns, whole, dtype, np.diagonal(moments)[k : k + block])
+            scales = stored_scales(multiples, whole, np.float32)
+        inverse = np.linalg.inv(hessian[k:, k:])
+        chosen = to_type(work[:, k] / scales, dtype).astype(np.float64) * scales
+        work[:, k:] -= np.outer((work[:, k] - chosen) / inverse[0, 0], inverse[0])
+    return work
+
+
+def correlated(rng, rows, inputs):
+    mixed = rng.standard_normal((rows, 8)) @ rng.standard_normal((8, inputs))
+    return (mixed + 0.3 * rng.standard_normal((rows, inputs)) + 0.5).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_gptq_gives_what_a_slow_reference_gives(name):
+    dtype, block = TYPES[name]
+    rng = np.random.default_rng(1)
+    x = correlated(rng, 200, 96)
+    rows = rng.standard_normal((5, 96)).astype(np.float32)
+    moments = x.T.astype(np.float64) @ x
+    stored = gptq.rounded(rows, moments, block, dtype)
+    np.testing.assert_allclose(stored.dequantized(), slow_gptq(rows, moments, block, dtype), rtol=1e-5, atol=1e-6)
+    nearest = in_blocks(rows, 1, block, dtype).dequantized()
+    errors = [np.square(x @ (weight - rows).T).sum() for weight in (stored.dequantized(), nearest)]
+    assert errors[0] < 0.5 * errors[1]
+
+
+def test_gptq_bears_inputs_that_are_never_fed():
+    rng = np.random.default_rng(2)
+    x = correlated(rng, 20, 64)
+    x[:, ::3] = 0
+    stored = gptq.rounded(rng.standard_normal((4, 64)).astype(np.float32), x.T @ x, 32, "int4")
+    assert np.isfinite(stored.dequantized()).all()
+
+
+NET = """g (float[n, 64] x) => (float[n, 32] y) {
+  l = LayerNormalization (x, scale, shift)
+  a = Gemm <transB = 1> (l, w1, b1)
+  r = Relu (a)
+  h = MatMul (r, w2)
+  y = Add (h, l2)
+}"""
+
+
+def net_and_feed(rng):
+    weights = {
+        "scale": np.exp(rng.standard_normal(64)), "shift": rng.standard_normal(64), "w1": rng.standard_normal((64, 64)),
+        "b1": rng.standard_normal(64), "w2": rng.standard_normal((64, 32)), "l2": rng.standard_normal(32),
+    }  # fmt: skip
+    net = model(NET, **{name: array.astype(np.float32) for name, array in weights.items()})
+    # Inner values have shapes, as those of fuse do.
+    light = raise_opset(split(onnx.shape_inference.infer_shapes(net)), 23)
+    return light, {"x": correlated(rng, 300, 64)}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_awq_computes_the_same_function_and_less_is_lost(name):
+    light, feed = net_and_feed(np.random.default_rng(3))
+    plan = planned(light, name)
+    done = awq.scaled(light, plan, lambda: [feed])
+    assert done.groups == 2 and {"l", "a", "r"} <= done.scaled
+    [exact], [same] = run(light.whole(), feed["x"]), run(done.model.whole(), feed["x"])
+    assert np.abs(same - exact).max() < 1e-5 * np.abs(exact).max()
+    after = planned(done.model, name)
+    losses = [loss(exact, each, item, feed["x"]) for each, item in ((light, plan), (done.model, after))]
+    assert losses[1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_gptq_of_a_model_loses_less_and_what_is_stored_is_what_it_chose(name):
+    light, feed = net_and_feed(np.random.default_rng(4))
+    plan = planned(light, name)
+    done = rounding.rounded(light, plan, lambda: [feed], blocks=True)
+    assert set(done.arrays) == {"w1", "w2"}
+    repaired = rounding.with_scales(plan, done.entries)
+    assert {value.calibrator for value in repaired.values} == {"gptq"}
+    [exact] = run(light.whole(), feed["x"])
+    assert loss(exact, light, repaired, feed["x"], done.arrays) < 0.7 * loss(exact, light, plan, feed["x"])
+    # int8 layers are left to AdaRound, and a weight that is read twice to the nearest step.
+    assert rounding.rounded(light, plan, lambda: [feed]).arrays == {}
+    twice = tuple(dataclasses.replace(v, readers=(*v.readers, ("y", 1))) for v in plan.values)
+    assert rounding.rounded(light, QuantPlan(values=twice, kept=()), lambda: [feed], blocks=True).arrays == {}
+
+
+def planned(light, name):
+    return qdq.plan(light, place(light, Rules(format=name)), {}, "minmax")
+
+
+def loss(exact, light, plan, x, rounded=None):
+    [result] = run(own_qdq.emulate(qdq.apply(light, plan, rounded)).whole(), x)
+    return np.square(result - exact).sum()
