@@ -25,6 +25,9 @@ class Log(Protocol):
     def progress(self, done: int, total: int, **fields: float | str) -> None:
         """Replaces the stage's progress bar: `done` of `total` units, with a few figures beside it."""
 
+    def row(self, figures: Mapping[str, float]) -> None:
+        """One row of a training log: what was measured, by column; `step` is one of them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:

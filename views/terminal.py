@@ -93,6 +93,9 @@ class Live:
             figures = "  ".join(f"{heading(name)} {formatting.figure(value)}" for name, value in fields.items())
             self._bar.update(self._task, detail=printable(figures))
 
+    def row(self, figures: Mapping[str, float]) -> None:
+        """The bar shows enough of a training."""
+
     def finished(self, result: Result) -> None:
         self.close()
         _hanging(self._out, *lines.stage_line(result, self._width))

@@ -266,6 +266,8 @@ class Listener:
 
     def progress(self, done: int, total: int, **fields: float | str) -> None: ...
 
+    def row(self, figures: Any) -> None: ...
+
     def started(self, stage: Stage, reason: str) -> None:
         self.began.append(stage.name)
 

@@ -57,6 +57,9 @@ class Log:
     def progress(self, done, total, **fields):
         self.steps.append(done)
 
+    def row(self, figures):
+        pass
+
 
 @pytest.fixture
 def work(tmp_path):

@@ -80,12 +80,16 @@ class Quiet:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.drawn: list[dict[str, Any]] = []
+        self.rows: list[dict[str, float]] = []
 
     def say(self, text: str) -> None:
         self.said.append(text)
 
     def progress(self, done: int, total: int, **fields: Any) -> None:
         self.drawn.append({"done": done, "total": total, **fields})
+
+    def row(self, figures: dict[str, float]) -> None:
+        self.rows.append(figures)
 
 
 def _work(root: Path, task: str = TASK, name: str = "out") -> Work:
@@ -312,6 +316,8 @@ def test_progress_and_csv(tmp_path: Path) -> None:
     assert (last["done"], last["total"]) == (6, 6) and {"loss", "lr", "grad_norm", "samples_s"} <= last.keys()
     rows = list(csv.DictReader((work.out / "metrics.csv").open()))
     assert [r["step"] for r in rows] == ["1", "2", "3", "4", "5", "6"]
+    logged = [(int(row["step"]), f"{row['loss']:.9g}") for row in work.log.rows]
+    assert logged == [(int(r["step"]), r["loss"]) for r in rows]
 
 
 def test_validation_inside_training_is_only_asked_for(tmp_path: Path) -> None:

@@ -108,6 +108,8 @@ class Quiet:
 
     def progress(self, done: int, total: int, **fields: Any) -> None: ...
 
+    def row(self, figures: Any) -> None: ...
+
 
 def test_the_stage_stops_early_and_leaves_the_best(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(TASK)

@@ -149,6 +149,7 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
     if run.lane.monitor.write is not None:
         run.lane.monitor.write = log.say
     run.lane.monitor.speak = log.say
+    mo.on_log(log.row)
     run.lane.monitor.loads = run.batches.form != "columns"
     resumable = bool(checkpoint.rotation(folder))
     if mo.ranks is not None:
