@@ -384,9 +384,10 @@ def diff(
         Option(metavar="BACKEND", help="Run the stage's model on a backend and compare with onnxruntime."),
     ] = None,
     sort: Annotated[
-        Literal["own", "error", "sqnr", "effect", "clipped", "network"] | None,
+        Literal["own", "error", "sqnr", "effect", "gain", "clipped", "network"] | None,
         Option(
-            help="Sort by each layer's own error, by accumulated error (sqnr), by its effect at the outputs, or so on.",
+            help="Sort by each layer's own error, by accumulated error (sqnr), by its effect at the outputs, by what "
+            "they gain without it, or so on.",
             show_default="own where measured; network with --json",
         ),
     ] = None,
@@ -430,7 +431,7 @@ def diff(
         report, beside = _of_stage(shared, stage, run_id, against, on, silent=silent)
     else:
         _refuse(against=against, on=on, why="is about one stage")
-        further: dict[str, Any] = {"effect": sort == "effect" or "effect" in limits, "order": sort or "own"}
+        further: dict[str, Any] = {"effect": sort in ("effect", "gain") or "effect" in limits, "order": sort or "own"}
         if repro is not None:
             _only_one(repro=repro, module=module)
             refuse_used(repro)

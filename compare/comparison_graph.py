@@ -23,7 +23,7 @@ from layerline.graph.io.opset import opset_of
 
 # Prefixes of the candidate's names, and of the copy that is fed the reference's values.
 B, ISOLATED = "b//", "i//"
-_RESERVED = re.compile(r"(b|i|cast|reference)//|layerline/|\d+/")
+_RESERVED = re.compile(r"(b|i|cast|reference|target)//|layerline/|\d+/")
 
 
 def joint(
@@ -70,43 +70,57 @@ def joint(
 
 
 def effects_graph(
-    reference: Light,
-    candidate: Light,
+    base: Light,
+    other: Light,
     pairs: Iterable[Pair],
     layers: Sequence[int],
-    outputs: Sequence[int],
+    targets: Mapping[int, Pair],
     *,
     whole: bool,
 ) -> Light:
-    """The graph that computes the reference's outputs once more for each layer, with this layer the candidate's.
+    """The graph that computes a model's outputs once more for each layer, with this layer the other model's.
 
-    Its outputs are `<layer>/<output>/<column>`, for the outputs that a layer reaches. All layers share one run of the
-    reference: of it, only the nodes that depend on a layer are copied.
+    Its inputs are those of the model, and what its outputs are compared with. Its outputs are
+    `<layer>/<output>/<column>`, for the outputs that a layer reaches; `b` is the only column of an output that is
+    handed over. All layers share one run of the model: of it, only the nodes that depend on a layer are copied.
 
     Args:
-        pairs: values that stand for each other; a layer reads the reference's.
-        layers: indices of the pairs whose candidate's side replaces the reference's.
-        outputs: indices of the pairs that are measured.
-        whole: whether both sides of an output are outputs as they are.
+        base: the model whose outputs are computed.
+        other: the model that single layers come from. They read the values of `base`.
+        pairs: values of `base` and `other` that stand for each other.
+        layers: indices of the pairs whose other side replaces that of `base`.
+        targets: by index of an output's pair: the input that it is compared with (`a`), and its types.
+        whole: whether all outputs are handed over.
     """
-    reference, pairs = _unreserved(reference, list(pairs))
-    graph = reference.model.graph
-    shared = _shared(reference, candidate)
-    reference_values, casts = feeds_of(pairs)
-    isolated = copied(candidate.model.graph.node, ISOLATED, _outer(candidate, shared) | reference_values)
+    base, pairs = _unreserved(base, list(pairs))
+    graph = base.model.graph
+    shared = _shared(base, other)
+    base_values, casts = feeds_of(pairs)
+    isolated = copied(other.model.graph.node, ISOLATED, _outer(other, shared) | base_values)
     nodes = [*graph.node, *casts, *isolated]
-    fixed = {i.name for i in graph.input} | reference.stored | _computed(graph)
-    measures = Measures(opset_of(reference.model))
+    fixed = {i.name for i in graph.input} | base.stored | _computed(graph)
+    measures = Measures(opset_of(base.model))
     for index in layers:
         layer, prefix = pairs[index], f"{index}//"
         behind, changed = _behind(graph, layer.a)
         nodes.append(helper.make_node("Cast", [ISOLATED + layer.b], [prefix + layer.a], to=layer.dtype_a))
         nodes += copied(behind, prefix, {name: name for name in fixed - changed})
-        for place in outputs:
-            output = pairs[place]
-            if output.a in changed:
-                measures.add(f"{index}/{place}", output, prefix + output.a, whole=whole)
-    return _model(reference, candidate, measures, nodes, shared)
+        for place, target in targets.items():
+            output = pairs[place].a
+            if output not in changed:
+                continue
+            if whole or target.small:
+                measures.hand_over(f"{index}/{place}/b", prefix + output, target.dtype_b)
+            else:
+                measures.add(f"{index}/{place}", target, prefix + output, whole=False)
+    model = _model(base, other, measures, nodes, shared)
+    compared = set[str]()
+    for node in measures.nodes:
+        compared.update(node.input)
+    for target in targets.values():
+        if target.a in compared:
+            model.model.graph.input.append(helper.make_tensor_value_info(target.a, target.dtype_a, None))
+    return model
 
 
 def _behind(graph: onnx.GraphProto, value: str) -> tuple[list[onnx.NodeProto], set[str]]:

@@ -1,28 +1,34 @@
-"""The effect of each layer at the outputs: their error where this layer alone is the candidate's."""
+"""What single layers do to the outputs: alone converted in the reference, or alone restored in the candidate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from layerline.backends.base import Feed
-from layerline.backends.light import Model, split
+import numpy as np
+import onnx
+
+from layerline.backends.base import Array, Feed
+from layerline.backends.light import Light, Model, split
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
-from layerline.compare.compare_models import Comparison, why_two_sessions
+from layerline.compare.compare_models import HANDED_OVER, Comparison, why_two_sessions
 from layerline.compare.comparison_graph import effects_graph
-from layerline.compare.pair_metrics import distance, trusted
-from layerline.compare.tensor_distance import Distance
+from layerline.compare.pair_metrics import Pair, distance, trusted
+from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.graph.analysis.rounding_noise import drawn
 from layerline.pipeline.errors import StageError
-from layerline.pipeline.report import EFFECT, OWN, Report, decibels
+from layerline.pipeline.report import EFFECT, GAIN, OWN, Report, decibels
 
 LAYERS = 128
-"""So many layers are measured at most, those that are named first."""
+"""So many layers are measured alone at most, those that are named first."""
+RESTORED = 32
+"""So many layers are restored at most, those with the greatest effect: without an effect there is nothing to gain."""
 RUNS = 100
 """Fewer feeds are run where the number of layers times the number of feeds exceeds this: on average, half of the model
 runs once more for each layer."""
-_NODES = 4000  # of the reference in one graph, copies included: opening a graph takes time by the square of its nodes
+_NODES = 4000  # of a model in one graph, copies included: opening a graph takes time by the square of its nodes
+_FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16}
 
 
 def with_effects(
@@ -32,14 +38,19 @@ def with_effects(
     feeds: Sequence[Feed],
     names: Mapping[str, str] | None = None,
 ) -> Report:
-    """Adds to each layer that makes an error the SQNR of the outputs if this layer alone were the candidate's."""
+    """Adds to each layer that makes an error the SQNR of the outputs if this layer alone were the candidate's, and to
+    those that matter most by how much the outputs gain if this layer alone were the reference's."""
     worst_first = [record.name for record in report.sorted("own") if record.own_db is not None]
     shares = effects(reference, candidate, feeds, worst_first, names)
+    largest = sorted((name for name in shares if shares[name]), key=lambda name: -shares[name])
+    by_restoring = gains(reference, candidate, feeds, largest, names)
     records = []
     for record in report.records:
         if record.name in shares:
             # Beside the own error, in the order of the columns.
             figures = {OWN: record.extra[OWN], EFFECT: decibels(1.0, shares[record.name])}
+            if record.name in by_restoring:
+                figures[GAIN] = by_restoring[record.name]
             record = replace(record, extra={**figures, **record.extra})
         records.append(record)
     return replace(report, records=tuple(records))
@@ -54,6 +65,8 @@ def effects(
 ) -> dict[str, float]:
     """The noise power that each value adds to the outputs, relative to their signal and summed over them.
 
+    Of an output of integers, such as indices of classes, it is the share of elements that differ.
+
     Args:
         reference: the model on the a-side.
         candidate: the model that the values are taken from, each computed from the reference's values.
@@ -67,51 +80,165 @@ def effects(
         graph. Without values that reach no output that can be measured, and those beside a value with which the
         reference can't run.
     """
-    light_a, light_b = split(reference), split(candidate)
-    if why_two_sessions(light_a.model, light_b.model) is not None:
-        return {}
-    runtime = OnnxRuntime(few_runs=True)
-    comparison = Comparison(light_a, light_b, names, True, runtime)
-    pairs = comparison.pairs
-    random = drawn(light_a.model)
-    output_names = {output.name for output in light_a.model.graph.output} - random.keys()
-    outputs = [index for index, pair in enumerate(pairs) if pair.a in output_names and pair.dtype_a and pair.dtype_b]
-    index_of = {pair.a: index for index, pair in enumerate(pairs) if pair.dtype_a and pair.dtype_b}
-    # An output may also be an input or a stored tensor, which no node computes anew.
-    computed = {name for node in light_b.model.graph.node for name in node.output}
-    layers = [index_of[name] for name in values if name in index_of and pairs[index_of[name]].b in computed][:LAYERS]
-    if not layers or not outputs or not comparison.one_graph:
-        return {}
-    feeds = feeds[: max(1, RUNS // len(layers))]
-    step = max(1, _NODES // len(light_a.model.graph.node))
-    shares: dict[str, float] = {}
-    for start in range(0, len(layers), step):
-        part = layers[start : start + step]
-        for whole in (False, True):
-            session = runtime.open(effects_graph(light_a, light_b, pairs, part, outputs, whole=whole))
-            try:
-                totals = _totals(session, feeds)
-            except StageError:
-                # A layer changes the size of an output, which numpy can tell, or of what a node behind it takes.
-                totals = {}
-                continue
-            measured = {tag: pairs[int(tag.split("/")[1])] for tag in totals}
-            if all(pair.small or trusted(pair, totals[tag]) for tag, pair in measured.items()):
-                break
-        for tag, total in totals.items():
-            name = pairs[int(tag.split("/")[0])].a
-            shares[name] = shares.get(name, 0.0) + _share(total)
+    trial = _Trial(split(reference), split(candidate), names)
+    shares, _ = trial.shares(feeds, values, LAYERS, restored=False)
     return shares
 
 
-def _totals(session: OrtSession, feeds: Sequence[Feed]) -> dict[str, Distance]:
-    totals: dict[str, Distance] = {}
-    for feed in feeds:
-        results = session.run({name: array for name, array in feed.items() if name in session.inputs})
-        # `<layer>/<output>`, of which there are columns.
-        for tag in dict.fromkeys(name.rpartition("/")[0] for name in results):
-            totals[tag] = totals.get(tag, Distance()) + distance(results, tag)
-    return totals
+def gains(
+    reference: Model,
+    candidate: Model,
+    feeds: Sequence[Feed],
+    values: Collection[str],
+    names: Mapping[str, str] | None = None,
+) -> dict[str, float]:
+    """By how many dB the outputs of the candidate gain if one value alone is computed as in the reference.
+
+    Arguments and result are those of `effects`; a negative gain is a loss.
+    """
+    trial = _Trial(split(reference), split(candidate), names)
+    shares, unchanged = trial.shares(feeds, values, RESTORED, restored=True)
+    result: dict[str, float] = {}
+    for name, share in shares.items():
+        result[name] = 0.0 if share == unchanged else decibels(unchanged, share)
+    return result
+
+
+class _Trial:
+    """Two models, and the outputs by which changes of single layers are judged."""
+
+    def __init__(self, reference: Light, candidate: Light, names: Mapping[str, str] | None) -> None:
+        self.reference, self.candidate = reference, candidate
+        comparison = Comparison(reference, candidate, names, True, OnnxRuntime(few_runs=True))
+        self.targets: dict[int, Pair] = {}
+        self.pairs: list[Pair] = []
+        if not comparison.one_graph:
+            return
+        self.pairs = [replace(pair, pointer=None) for pair in comparison.pairs]
+        random = drawn(reference.model)
+        outputs = {output.name for output in reference.model.graph.output} - random.keys()
+        for index, pair in enumerate(comparison.pairs):
+            # numpy has no bfloat16.
+            if pair.a in outputs and pair.dtype_a and pair.dtype_b and pair.dtype_a != onnx.TensorProto.BFLOAT16:
+                counted = pair.pointer is not None or not {pair.dtype_a, pair.dtype_b} <= _FLOATS
+                self.targets[index] = replace(self.pairs[index], a=f"target//{index}", counted=counted)
+
+    def shares(
+        self, feeds: Sequence[Feed], values: Collection[str], most: int, *, restored: bool
+    ) -> tuple[dict[str, float], float]:
+        """The noise power of the outputs with each layer changed, and without a change.
+
+        Args:
+            most: so many of the values are measured.
+            restored: whether the candidate is run with a layer of the reference, and not the other way round.
+        """
+        base, other, pairs = self.reference, self.candidate, self.pairs
+        if restored:
+            base, other = other, base
+            pairs = [replace(p, a=p.b, b=p.a, dtype_a=p.dtype_b, dtype_b=p.dtype_a) for p in pairs]
+        # An output may also be an input or a stored tensor, which no node computes anew.
+        computed = {name for node in other.model.graph.node for name in node.output}
+        index_of: dict[str, int] = {}
+        for index, pair in enumerate(pairs):
+            if pair.dtype_a and pair.dtype_b and pair.b in computed:
+                index_of[self.pairs[index].a] = index
+        layers = [index_of[name] for name in values if name in index_of][:most]
+        if not layers or not self.targets or why_two_sessions(base.model, other.model) is not None:
+            return {}, 0.0
+        feeds = feeds[: max(1, RUNS // len(layers))]
+        runtime = OnnxRuntime(few_runs=True)
+        session = runtime.open(self.reference)
+        unchanged, size = self._unchanged(session, runtime.open(base), pairs, feeds)
+        step = max(1, _NODES // len(base.model.graph.node))
+        result: dict[str, float] = {}
+        for start in range(0, len(layers), step):
+            part = layers[start : start + step]
+            totals = self._totals(session, base, other, pairs, part, feeds, whole=False)
+            if totals is None or not self._trusted(totals):
+                # numpy tells a change of the size, NaN and masks. Few outputs at a time are in memory.
+                at_once = max(1, HANDED_OVER // max(size, 1))
+                totals = {}
+                for first in range(0, len(part), at_once):
+                    few = part[first : first + at_once]
+                    totals |= self._totals(session, base, other, pairs, few, feeds, whole=True) or {}
+            for layer in dict.fromkeys(layer for layer, _ in totals):
+                # Outputs that the layer does not reach stay as they are.
+                reached = {index: _share(totals[layer, index]) for index in self.targets if (layer, index) in totals}
+                result[self.pairs[layer].a] = sum({**unchanged, **reached}.values())
+        return result, sum(unchanged.values())
+
+    def _unchanged(
+        self, reference: OrtSession, base: OrtSession, pairs: Sequence[Pair], feeds: Sequence[Feed]
+    ) -> tuple[dict[int, float], int]:
+        """The noise power of each output without a change, and how many bytes the outputs of a feed take."""
+        totals: dict[int, Distance] = {}
+        size = 0
+        for feed in feeds:
+            expected = self._expected(reference, feed)
+            actual = base.run({name: array for name, array in feed.items() if name in base.inputs})
+            size = max(size, sum(array.nbytes for array in expected.values()))
+            for index, target in self.targets.items():
+                total = _distance(target, expected[target.a], actual[pairs[index].a])
+                totals[index] = totals.get(index, Distance()) + total
+        return {index: _share(total) for index, total in totals.items()}, size
+
+    def _expected(self, reference: OrtSession, feed: Feed) -> dict[str, Array]:
+        """The outputs of the reference, by the names of the inputs that they are fed to."""
+        outputs = reference.run({name: array for name, array in feed.items() if name in reference.inputs})
+        return {target.a: outputs[self.pairs[index].a] for index, target in self.targets.items()}
+
+    def _totals(
+        self,
+        reference: OrtSession,
+        base: Light,
+        other: Light,
+        pairs: Sequence[Pair],
+        layers: Sequence[int],
+        feeds: Sequence[Feed],
+        *,
+        whole: bool,
+    ) -> dict[tuple[int, int], Distance] | None:
+        """The distance of each output with each layer changed; None where the graph can't run."""
+        session = OnnxRuntime(few_runs=True).open(effects_graph(base, other, pairs, layers, self.targets, whole=whole))
+        totals: dict[tuple[int, int], Distance] = {}
+        for feed in feeds:
+            expected = self._expected(reference, feed)
+            arrays = {**feed, **expected}
+            try:
+                results = session.run({name: arrays[name] for name in session.inputs if name in arrays})
+            except StageError:
+                # A layer changes the size of an output, or of what a node behind it takes.
+                return None
+            for layer, index in _tags(results):
+                target = self.targets[index]
+                tag = f"{layer}/{index}"
+                if f"{tag}/b" in results:
+                    total = _distance(target, expected[target.a], results[f"{tag}/b"])
+                else:
+                    total = distance(results, tag)
+                totals[layer, index] = totals.get((layer, index), Distance()) + total
+        return totals
+
+    def _trusted(self, totals: Mapping[tuple[int, int], Distance]) -> bool:
+        for (_, index), total in totals.items():
+            target = self.targets[index]
+            if not (target.small or target.counted or trusted(target, total)):
+                return False
+        return True
+
+
+def _tags(results: Mapping[str, Array]) -> Iterator[tuple[int, int]]:
+    """The layers and outputs that were measured, from names such as `<layer>/<output>/<column>`."""
+    for tag in dict.fromkeys(name.rpartition("/")[0] for name in results):
+        layer, _, output = tag.partition("/")
+        yield int(layer), int(output)
+
+
+def _distance(target: Pair, expected: Array, actual: Array) -> Distance:
+    if not target.counted or np.shape(expected) != np.shape(actual):
+        return diff_arrays(expected, actual)
+    differing = float(np.count_nonzero(expected != actual))
+    return Distance(count=expected.size, aa=float(expected.size), ee=differing)
 
 
 def _share(total: Distance) -> float:

@@ -53,6 +53,18 @@ _INTEGER_ERROR = """f = Abs (d)
  differ = Not (same)
  least = Cast <to = 11> (differ)
  e = Max (f, least)"""
+# How many elements differ, of how many.
+_DIFFERING = """same = Equal (a, b)
+ differ = Not (same)
+ e = Cast <to = 11> (differ)
+ size = Size (a)
+ aa = Cast <to = 11> (size)
+ bb = Cast <to = 11> (size)
+ ee = ReduceSum <keepdims = 0> (e)
+ l1 = ReduceSum <keepdims = 0> (e)
+ peak = ReduceMax <keepdims = 0> (e)
+ shape_a = Shape (a)
+ shape_b = Shape (b)"""
 _SUMS = ("aa", "bb", "ee", "l1")
 _ENDS = ("peak", "shape_a", "shape_b")
 # Up to so many elements (most are shapes) both sides are handed over: each node that reduces takes time to set up.
@@ -76,6 +88,7 @@ class Pair:
         rank: number of axes, where known.
         size: number of elements, where known and the same on both sides.
         pointer: what it points at, for a value that holds indices; `axis` counts from the front.
+        counted: whether its elements only count as equal or different: numbers of classes have no distance.
     """
 
     a: str
@@ -85,6 +98,7 @@ class Pair:
     rank: int = 0
     size: int | None = None
     pointer: Pointer | None = None
+    counted: bool = False
 
     @property
     def is_float(self) -> bool:
@@ -165,11 +179,21 @@ class Measures:
         elif rows:
             columns = ("sums", *_ENDS)
             self._call("Rows", "a, b", columns, self._rows(), names, tag)
+        elif pair.counted:
+            self._call("Differing", "a, b", columns, _DIFFERING, names, tag)
         elif pair.pointer is None and pair.dtype_a == pair.dtype_b and pair.dtype_a in _LONG:
             self._call("Integer", "a, b", columns, _PLAIN.format(error=_INTEGER_ERROR), names, tag)
         else:
             self._call("Plain", "a, b", columns, _PLAIN.format(error="e = Abs (d)"), names, tag)
         self.outputs += [helper.make_empty_tensor_value_info(f"{tag}/{column}") for column in columns]
+
+    def hand_over(self, name: str, value: str, dtype: int) -> None:
+        """Makes a value an output as it is; numpy has no bfloat16, so that becomes float32."""
+        op = helper.make_node("Identity", [value], [name])
+        if dtype == onnx.TensorProto.BFLOAT16:
+            op = helper.make_node("Cast", [value], [name], to=onnx.TensorProto.FLOAT)
+        self.nodes.append(op)
+        self.outputs.append(helper.make_empty_tensor_value_info(name))
 
     def _rows(self) -> str:
         # The axes moved from an attribute to an input: of ReduceSum at 13, of the others at 18.

@@ -27,7 +27,7 @@ from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import leaves
 from layerline.pipeline.inputs.metric import Metric, accuracy, score, scores
-from layerline.pipeline.report import EFFECT, OWN, Gate, LayerDiff, Scalar
+from layerline.pipeline.report import GAIN, OWN, Gate, LayerDiff, Order, Scalar
 
 Scores = Mapping[str, float]
 LARGE = 0.2
@@ -261,22 +261,23 @@ def _remarks(name: str, before: float, interval: Interval | None, budget: Budget
 
 
 def _remedy(records: Sequence[LayerDiff]) -> str:
-    """The change of pipe.yaml that keeps the layers float that alone take most from the outputs."""
-    decibels: dict[str, float] = {}
-    layers: dict[str, str] = {}
-    # Models that can't share a graph have own errors alone.
-    column = EFFECT if any(EFFECT in record.extra for record in records) else OWN
-    for record in records:
-        value = record.extra.get(column)
-        if isinstance(value, int | float) and value < math.inf:
-            decibels[record.name] = float(value)
-            layers[record.name] = record.where
-    worst = sorted(decibels, key=lambda name: decibels[name])[:3]
-    names = json.dumps(worst, ensure_ascii=False)
+    """The change of pipe.yaml that keeps the layers float by which the outputs gain most."""
+    order: Order = "own"  # Models that can't share a graph have own errors alone.
+    column, what = OWN, "these layers lose most by themselves"
+    if any(GAIN in record.extra for record in records):
+        order, column, what = "gain", GAIN, "the outputs gain most with one of these layers in float"
+    measured: list[LayerDiff] = []
+    for record in sorted(records, key=lambda record: record.severity_by(order)):
+        figure = record.extra.get(column)
+        # Without an error there is nothing to keep float, nor where the outputs lose by it.
+        if isinstance(figure, int | float) and (figure > 0 if column == GAIN else figure < math.inf):
+            measured.append(record)
+    worst = measured[:3]
     if not worst:
         return "try another calibrator or more samples"
-    listed = ", ".join(f"{name} in {layers[name]} ({decibels[name]:.1f} dB)" for name in worst)
+    names = json.dumps([record.name for record in worst], ensure_ascii=False)
+    listed = ", ".join(f"{record.name} in {record.where} ({record.extra[column]:.1f} dB)" for record in worst)
     return (
-        f"with one of these layers alone the outputs lose most: {listed}; keep them float with `skip: {names}` under "
-        "quantize, or see all: pipe diff quantize --sort effect"
+        f"{what}: {listed}; keep them float with `skip: {names}` under quantize, or see all: "
+        f"pipe diff quantize --sort {order}"
     )

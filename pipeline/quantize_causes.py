@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from statistics import fmean
 
 from layerline.pipeline.evidence import Cause, Evidence, Rule, finite, format_setting, of_lost
-from layerline.pipeline.report import OWN, ROUNDING, LayerDiff, Report, Scalar
+from layerline.pipeline.report import GAIN, OWN, ROUNDING, LayerDiff, Report, Scalar
 
 CLIPPED = 0.005
 """Share of a value's elements beyond its range from which clipping counts as a cause."""
@@ -193,35 +194,40 @@ def uneven_channels(evidence: Evidence, report: Report) -> Iterator[Cause]:
 @of_lost("quantize")
 def sensitive_layers(evidence: Evidence, report: Report) -> Iterator[Cause]:
     """Layers that lose most by themselves, with exact inputs; many small losses where no single one stands out."""
-    rows: list[tuple[float, LayerDiff]] = []
-    for record in report.records:
-        own = record.own_db
-        if own is not None:
-            rows.append((own, record))
-    rows.sort(key=lambda row: row[0])
-    low = [row for row in rows if row[0] < LOW_DB]
-    for own, record in low[:3]:
+    rows = [record for record in report.sorted("own") if record.own_db is not None]
+    low = [record for record in rows if record.own_db is not None and record.own_db < LOW_DB]
+    # What a layer loses by itself may be lost on the outputs: those first by which they gain.
+    for record in sorted(low, key=lambda record: -_gain(record))[:3]:
+        own = record.own_db or 0.0
+        gain = f"; the outputs gain {_gain(record):.1f} dB by it alone in float" if GAIN in record.extra else ""
         yield Cause(
             name="a layer that int8 does not suit",
             layer=record.where,
             value=record.name,
-            evidence=f"{record.op} {record.where} has {own:.1f} dB with exact inputs",
+            evidence=f"{record.op} {record.where} has {own:.1f} dB with exact inputs{gain}",
             advice="keep it in half precision; `pipe tune` finds all that need it",
             setting=format_setting(evidence, record.name),
             # Without its signal a layer is a better reason than a class that lost more than others.
             confidence=0.65 if own < UNFIT_DB else 0.55,
         )
     if rows and not low:
-        own, record = rows[0]
+        record = rows[0]
         yield Cause(
             name="many small losses",
             layer=record.where,
             value=record.name,
-            evidence=f"no layer has less than {LOW_DB:g} dB by itself; the lowest is {record.where} with {own:.1f} dB",
+            evidence=f"no layer has less than {LOW_DB:g} dB by itself; the lowest is {record.where} with "
+            f"{record.own_db:.1f} dB",
             advice="let a search choose the layers that stay float: pipe tune",
             setting="quantize.search=true",
             confidence=0.4,
         )
+
+
+def _gain(record: LayerDiff) -> float:
+    """By how many dB the outputs gain without the layer's conversion; -inf where that was not measured."""
+    gain = record.extra.get(GAIN)
+    return float(gain) if isinstance(gain, int | float) else -math.inf
 
 
 @of_lost("quantize")

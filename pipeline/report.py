@@ -40,13 +40,15 @@ Cosine = Annotated[float, AfterValidator(_cosine)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Measure = Literal["max_abs", "mean_abs", "rel_l2"]
 Scalar = Annotated[float | int | str | bool | None, BeforeValidator(_number)]
-Order = Literal["own", "error", "sqnr", "effect", "clipped", "network"]
+Order = Literal["own", "error", "sqnr", "effect", "gain", "clipped", "network"]
 """How the rows of a table are sorted: by a measure, worst first, by how far they are beyond their tolerance and then by
 SQNR (`error`), or as the network runs."""
 OWN = "isolated_sqnr_db"
 """The column that holds a layer's own error: its SQNR where it is fed what the reference computes."""
 EFFECT = "outputs_sqnr_db"
 """The column that holds a layer's effect: the SQNR of the outputs if this layer alone were the candidate's."""
+GAIN = "gain_db"
+"""The column that holds by how many dB the outputs gain if this layer alone were the reference's."""
 ROUNDING = "rounding_sqnr_db"
 """The column that holds what the rounding of a layer's inputs and weights explains of its own error."""
 WEIGHT = "weight_sqnr_db"
@@ -55,7 +57,7 @@ CLIPPED = "clipped"
 """The column that holds the share of a value that its range cuts off."""
 RESCALED = "/rescaled"
 """Behind the name of a value whose channels quantisation scaled: its numbers are not those of the float model's."""
-_SORTED_BY = {"own": OWN, "sqnr": "sqnr_db", "effect": EFFECT, "clipped": CLIPPED}
+_SORTED_BY = {"own": OWN, "sqnr": "sqnr_db", "effect": EFFECT, "gain": GAIN, "clipped": CLIPPED}
 
 HISTOGRAMS = "histograms"
 """The table of a report whose rows are drawn and not listed: `Histogram.profile` of values, with their ranges."""
@@ -144,8 +146,8 @@ class LayerDiff:
         place = math.inf
         if isinstance(measured, int | float):
             place = -math.inf if math.isnan(measured) else float(measured)
-            # Of all of them only the clipped share is worse the greater it is.
-            if column == CLIPPED:
+            # Of all of them only these are worse the greater they are.
+            if column in (CLIPPED, GAIN):
                 place = -place
         return self.passed, place, self.severity
 

@@ -18,7 +18,7 @@ from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.plan import open_planner
 from layerline.pipeline.records import lookup
 from layerline.pipeline.records.ledger import Run
-from layerline.pipeline.report import OWN, LayerDiff, Report, Scalar
+from layerline.pipeline.report import GAIN, OWN, LayerDiff, Report, Scalar
 from layerline.pipeline.runner import Listener, Runner, temporary_work
 from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
@@ -156,7 +156,8 @@ def _report(evidence: Evidence, causes: list[Cause], unfinished: list[str], scor
             if record.sqnr_db is None and own is None:
                 continue
             place: dict[str, Scalar] = {"stage": stage, "layer": record.where, "value": record.name, "op": record.op}
-            worst.append({**place, "own_sqnr_db": own, "sqnr_db": record.sqnr_db})
+            figures = {"own_sqnr_db": own, "sqnr_db": record.sqnr_db, GAIN: record.extra.get(GAIN)}
+            worst.append({**place, **figures})
     return Report(
         stage=STAGE,
         notes=(*verdict(evidence, causes, unfinished), *scores.notes),
@@ -184,7 +185,18 @@ def verdict(evidence: Evidence, causes: list[Cause], unfinished: Sequence[str] =
         sentences.append(f"likely cause: {cause.name}{layer} ({cause.evidence})")
         change = f", with --set {shlex.quote(cause.setting)}" if cause.setting else ""
         sentences.append(f"what to do: {cause.advice}{change}")
+        sentences += _gain(evidence.reports.get(cause.stage), cause)
     return sentences
+
+
+def _gain(report: Report | None, cause: Cause) -> list[str]:
+    """What the outputs gain without the conversion of the layer, where that was measured."""
+    for record in () if report is None else report.sorted("gain"):
+        gain = record.extra.get(GAIN)
+        is_meant = cause.value == record.name or cause.layer in (record.name, *record.module.split(", "))
+        if is_meant and isinstance(gain, int | float):
+            return [f"{record.name} alone in float changes the SQNR of the outputs by {gain:+.1f} dB"]
+    return []
 
 
 @dataclass(frozen=True)

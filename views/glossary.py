@@ -37,6 +37,7 @@ TERMS = (
     Term("nondeterministic", "", "the random operator that the value depends on; the value is not compared"),
     Term("cause", "", "the earlier threshold or ArgMax that explains the difference"),
     Term("outputs dB", "dB", "SQNR of the outputs if only this layer were converted, measured on a few samples"),
+    Term("gain dB", "dB", "by how much the outputs gain if this layer alone stays float and all others are converted"),
     Term("saves %", "per cent", "of `pipe tune`: what int8 saves in this layer, of the cost of the float model"),
     Term("95 % low, 95 % high", "the metric's", "interval of the change; `by` names the method that gives it"),
     Term("update ratio", "none", "norm of the last update / norm of the weight"),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from typing import Any, Literal
 
-from layerline.pipeline.report import CLIPPED, LayerDiff, Order, Report, Scalar
+from layerline.pipeline.report import CLIPPED, GAIN, LayerDiff, Order, Report, Scalar
 from layerline.views import formatting
 from layerline.views.formatting import MEASURES, decibels, error, figure, heading, shape
 
@@ -160,6 +160,8 @@ def _free_column(key: str, values: Sequence[Scalar], worse: Kind) -> _Cells:
     if any(isinstance(value, bool | str) for value in values):  # one text makes the whole column text
         return Column(label), [figure(value) for value in values]
     numbers = [None if value is None else float(value) for value in values]
+    if key == GAIN:
+        return Column(label, worse), ["" if number is None else f"{number:+.1f}" for number in numbers]
     if key.endswith("_db"):
         return Column(label, "low"), [decibels(number) for number in numbers]
     if key in (CLIPPED, "clipped_there"):

@@ -43,6 +43,7 @@ ORDERS: Mapping[Order, str] = {
     "error": "the lowest SQNR first",
     "sqnr": "the lowest SQNR first",
     "effect": "the lowest outputs dB first",
+    "gain": "the greatest gain first",
     "clipped": "the greatest clipped share first",
     "network": "in the network's order",
 }

@@ -11,7 +11,7 @@ from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan
 from layerline.compare import output_effects
 from layerline.compare.compare_models import compare
-from layerline.compare.output_effects import effects
+from layerline.compare.output_effects import effects, gains
 from layerline.graph.quantization import qdq
 from layerline.graph.quantization.qdq_placement import place
 from tests.stages.test_quantize import model
@@ -20,7 +20,7 @@ RNG = np.random.default_rng(5)
 X = RNG.standard_normal((64, 8)).astype(np.float32)
 W = {name: RNG.standard_normal((8, 8)).astype(np.float32) for name in ("u", "v", "w")}
 CHAIN = "a = MatMul (x, u) r = Relu (a) b = MatMul (r, v) y = MatMul (b, w)"
-TWO_OUTPUTS = "a = MatMul (x, u) r = Relu (a) b = MatMul (r, v) y = MatMul (b, w)"
+TWO_OUTPUTS = f"{CHAIN} "
 BRANCHES = "a = MatMul (x, u) b = MatMul (x, v) m = Mul (a, b) y = MatMul (m, w)"
 
 
@@ -37,6 +37,63 @@ def test_the_effect_is_the_error_of_the_outputs_with_the_layer_quantised_alone(b
     for layer, share in shares.items():
         rows = compare(net, qdq.apply(net, only(plan, layer)), [{"x": X}], pairs={})
         assert share == pytest.approx(sum(row.rel_l2**2 for row in rows), rel=1e-6), layer
+
+
+@pytest.mark.parametrize("body", [CHAIN, BRANCHES, TWO_OUTPUTS])
+@pytest.mark.parametrize("nodes", [4000, 1])
+def test_the_gain_is_that_of_the_outputs_with_this_layer_alone_left_float(body, nodes, monkeypatch):
+    monkeypatch.setattr(output_effects, "_NODES", nodes)
+    outputs = f"float[n, 8] y{', float[n, 8] r' if body == TWO_OUTPUTS else ''}"
+    net = model(f"g (float[n, 8] x) => ({outputs}) {{ {body} }}", **W)
+    plan = qdq.plan(net, place(net), ranges(net), "minmax")
+
+    def noise(left_float):
+        values = [replace(v, readers=tuple(r for r in v.readers if r[0] != left_float)) for v in plan.values]
+        without = QuantPlan(values=tuple(v for v in values if v.readers), kept=())
+        rows = compare(net, qdq.apply(net, without), [{"x": X}], pairs={})
+        return sum(row.rel_l2**2 for row in rows)
+
+    by_layer = gains(net, qdq.apply(net, plan), [{"x": X}], ["y", "b", "a"])
+    assert list(by_layer) == ["y", "b", "a"]
+    for layer, gain in by_layer.items():
+        assert gain == pytest.approx(10 * math.log10(noise("") / noise(layer)), abs=1e-4), layer
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_output_of_indices_counts_by_the_share_that_differs(whole, monkeypatch):
+    if whole:  # as where a float output has NaN
+        monkeypatch.setattr(output_effects, "trusted", lambda *_: False)
+    body = "a = {} (x) k = ArgMax <axis = 1, keepdims = 0> (a) c = Cast <to = 6> (k) d = Greater (a, x) y = Mul (a, t)"
+    types = "int32[n] c, bool[n, 8] d, float[n, 8] y"
+    text = f"g (float[n, 8] x) => ({types}) {{{{ {body} }}}}"
+    net, other = (model(text.format(op), t=np.float32(2)) for op in ("Relu", "Abs"))
+    relu, magnitude = np.maximum(X, 0), np.abs(X)
+    labels = (relu.argmax(1) != magnitude.argmax(1)).mean()
+    greater = ((relu > X) != (magnitude > X)).mean()
+    floats = ((relu - magnitude) ** 2).sum() / (relu**2).sum()
+    shares = effects(net, other, [{"x": X}], ["a"])
+    assert shares["a"] == pytest.approx(labels + greater + floats, rel=1e-5) and labels > 0
+    # Whatever is restored behind it, the indices stay those of the other operator.
+    assert gains(net, other, [{"x": X}], ["a", "y"]) == {"a": math.inf, "y": pytest.approx(0.0, abs=1e-6)}
+
+
+def test_outputs_that_numpy_measures_are_handed_over_for_few_layers_at_a_time(monkeypatch):
+    net = model(f"g (float[n, 8] x) => (float[n, 8] y) {{ {CHAIN} }}", **W)
+    quantized = qdq.apply(net, qdq.plan(net, place(net), ranges(net), "minmax"))
+    expected = effects(net, quantized, [{"x": X}], ["y", "b", "a"])
+    handed_over = []
+    graph = output_effects.effects_graph
+
+    def counted(*arguments, **options):
+        made = graph(*arguments, **options)
+        handed_over.append(sum(output.name.endswith("/b") for output in made.model.graph.output))
+        return made
+
+    monkeypatch.setattr(output_effects, "effects_graph", counted)
+    monkeypatch.setattr(output_effects, "trusted", lambda *_: False)
+    monkeypatch.setattr(output_effects, "HANDED_OVER", 2 * X.nbytes)
+    assert effects(net, quantized, [{"x": X}], ["y", "b", "a"]) == pytest.approx(expected, rel=1e-5)
+    assert handed_over == [0, 2, 1]
 
 
 def test_an_output_with_nan_gives_an_infinite_share_and_one_that_is_not_reached_none():

@@ -297,3 +297,15 @@ def test_a_likeliest_cause_without_a_setting_is_not_tried() -> None:
     trial = why.attempt(None, [first, second], None)
     assert trial.report is None and "likeliest cause, calibration data" in trial.reason
     assert why.attempt(None, [], None) == why.Trial(reason="no cause was found")
+
+
+def test_layers_by_which_the_outputs_gain_come_first_and_the_verdict_says_how_much() -> None:
+    gains = {"v3": 0.1, "v7": 4.2, "v11": -0.3}
+    rows = [record(name, own=own) for name, own in (("v3", 3.0), ("v7", 7.0), ("v11", 11.0), ("v12", 12.0))]
+    rows = [replace(row, extra={**row.extra, "gain_db": gains.get(row.name)}) for row in rows]
+    seen = evidence("quantize", *rows)
+    sensitive = list(quantize_causes.sensitive_layers(seen))
+    assert [cause.layer for cause in sensitive] == ["v7", "v3", "v11"] and "gain 4.2 dB" in sensitive[0].evidence
+    assert why.verdict(seen, sensitive)[-1] == "v7 alone in float changes the SQNR of the outputs by +4.2 dB"
+    report = seen.reports["quantize"]
+    assert [row.name for row in report.sorted("gain")] == ["v7", "v3", "v11", "v12"]

@@ -164,11 +164,12 @@ def test_the_accuracy_budget_is_a_gate_in_the_metrics_own_units(work):
     assert gate.passed and gate.name == "metric budget" and gate.expected == "a drop of at most 100"
     report = Quantize(max_drop=0.4).run(work(CALIB + LABELLED + FALLING.format("1.0 / calls")))
     [gate] = report.gates
-    effects = {r.name: r.extra["outputs_sqnr_db"] for r in report.records if "outputs_sqnr_db" in r.extra}
-    worst = sorted((n for n in effects if np.isfinite(effects[n])), key=lambda n: effects[n])[:3]
+    gains = {r.name: r.extra["gain_db"] for r in report.records if r.extra.get("gain_db", 0) > 0}
+    worst = sorted(gains, key=lambda n: -gains[n])[:3]
+    assert len(worst) == 3
     assert not report.passed and gate.seen == "1 -> 0.5"
     assert f"keep them float with `skip: {json.dumps(worst)}` under quantize" in gate.hint
-    assert gate.hint.endswith("pipe diff quantize --sort effect")
+    assert gate.hint.endswith("pipe diff quantize --sort gain")
 
 
 def test_a_metric_that_is_nan_for_the_float_model_blames_no_layer(work):
