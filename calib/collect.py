@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy.typing as npt
 
+from layerline.calib.convergence import MOVING, Convergence, Row
 from layerline.calib.histogram import Histogram, shortest
 from layerline.calib.samples import Batch
 from layerline.pipeline.errors import StageError
@@ -33,12 +34,16 @@ class Ranges:
     Attributes:
         histograms: by value name.
         samples: how many samples they are of.
-        notes: non-finite elements that were skipped, a sentence a value.
+        notes: non-finite elements that were skipped, a sentence a value; and that calibration stopped early.
+        convergence: the scales against the number of samples; see `Convergence.rows`.
+        stopped: whether calibration stopped early.
     """
 
     histograms: dict[str, Histogram]
     samples: int
     notes: tuple[str, ...] = ()
+    convergence: tuple[Row, ...] = ()
+    stopped: bool = False
 
     def to_json(self) -> str:
         """Canonical: one line a value, with its finite range (null where it has none) and what it is of."""
@@ -56,6 +61,8 @@ def collect(
     names: Sequence[str],
     *,
     nonfinite: Literal["stop", "skip"] = "stop",
+    percentile: float = 99.99,
+    stop_early: float | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Ranges:
     """Histograms of the named values over all batches, in one pass and without keeping an activation.
@@ -65,6 +72,8 @@ def collect(
         batches: the samples.
         names: values of the main graph, its inputs included.
         nonfinite: stop at the first NaN or Inf, or leave them out and say so.
+        percentile: the threshold whose convergence is followed; 100 follows the greatest magnitude.
+        stop_early: stop when no scale moved by more than this, relative, while the samples doubled twice.
         progress: told the number of samples done after each batch.
 
     Raises:
@@ -73,6 +82,8 @@ def collect(
     groups = [names[i : i + GROUP] for i in range(0, len(names), GROUP)]
     sessions = [open_session(group) for group in groups]
     histograms = {name: Histogram() for name in names}
+    convergence = Convergence(names, percentile=percentile, moving=stop_early or MOVING)
+    stopped = False
     samples = 0
     for index, batch in enumerate(batches):
         for group, session in zip(groups, sessions, strict=True):
@@ -84,12 +95,26 @@ def collect(
         samples += batch.rows
         if progress is not None:
             progress(samples)
-    skipped = tuple(
-        f"{h.nan + h.inf} non-finite elements of {name} were left out of its range ({h.nan} NaN, {h.inf} Inf)"
-        for name, h in histograms.items()
-        if h.nan + h.inf
+        convergence.after_batch(histograms, samples)
+        stopped = stop_early is not None and convergence.settled()
+        if stopped:
+            break
+    convergence.finish(histograms, samples)
+    notes: list[str] = []
+    for name, h in histograms.items():
+        if h.nan + h.inf:
+            amount = f"{h.nan + h.inf} non-finite elements of {name}"
+            notes.append(f"{amount} were left out of its range ({h.nan} NaN, {h.inf} Inf)")
+    if stopped and stop_early is not None:
+        moved = f"no scale moved by more than {100 * stop_early:g} % while the samples doubled twice"
+        notes.append(f"calibration stopped after {samples} samples: {moved}")
+    return Ranges(
+        histograms=histograms,
+        samples=samples,
+        notes=tuple(notes),
+        convergence=tuple(convergence.rows),
+        stopped=stopped,
     )
-    return Ranges(histograms=histograms, samples=samples, notes=skipped)
 
 
 def _require_finite(histograms: Mapping[str, Histogram], batch: int) -> None:

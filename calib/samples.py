@@ -29,6 +29,7 @@ from layerline.pipeline.inputs.batches import (
 from layerline.pipeline.inputs.input_checks import checked_cast
 
 Array = npt.NDArray[Any]
+Positions = npt.NDArray[np.int64]
 
 _END = object()
 
@@ -52,7 +53,7 @@ class _Named:
     target: Any = None
     slices: Array | None = None
 
-    def select(self, rows: npt.NDArray[np.int64]) -> _Named:
+    def select(self, rows: Positions) -> _Named:
         """Some rows; an array without axes stays as it is, for all of them."""
         parts = (self.feed, self.target, self.slices)
         return _Named(*mapped(parts, lambda array: array if array is None or not array.ndim else array[rows]))
@@ -89,6 +90,8 @@ class Samples:
         limit: samples wanted. Columns and Datasets give that many, evenly spaced; an iterable stops after the
             batch that reaches it.
         purpose: what the samples are for, for messages.
+        numbers: positions in the data of the samples to read, in this order; of batches that come ready-made, in the
+            order of the data. None: all, or as many as `limit` says.
 
     Raises:
         TaskError: on iterating; names the hook, the input, what was seen and expected.
@@ -103,12 +106,14 @@ class Samples:
         batch_size: int = 32,
         limit: int | None = None,
         purpose: str = "calibration",
+        numbers: Positions | None = None,
     ) -> None:
         self._data = data
         self._inputs = tuple(inputs)
         self._hook = hook
         self._limit = limit
         self._purpose = purpose
+        self._picked = numbers
         self._fixed: int | None = None  # the static first dimension that all inputs share
         sizes = {i.shape[0] for i in self._inputs if i.shape}
         if len(sizes) == 1:
@@ -139,18 +144,23 @@ class Samples:
 
     def count(self) -> int | None:
         """The number of samples, without reading them; None where only reading would tell."""
+        if self._picked is not None:
+            return self._picked.size
+        total = self._total()
+        return total if self._limit is None or total is None else min(total, self._limit)
+
+    def _total(self) -> int | None:
         data = self._data
         if isinstance(data, list):
             if data:
                 form(data, self._hook)  # refuses a list of single samples or of columns, as on iterating
-            total = sum(self._samples_in(self._named(with_arrays(raw)).feed) for raw in data)
-        elif form(data, self._hook) == "columns":
-            total = rows(with_arrays(data))
-        elif form(data, self._hook) == "samples":
-            total = self._call_user(len, data)
-        else:
-            return None
-        return total if self._limit is None else min(total, self._limit)
+            return sum(self._samples_in(self._named(with_arrays(raw)).feed) for raw in data)
+        kind = form(data, self._hook)
+        if kind == "columns":
+            return rows(with_arrays(data))
+        if kind == "samples":
+            return int(self._call_user(len, data))
+        return None
 
     def _cannot_replay(self, why: str) -> TaskError:
         return TaskError(
@@ -164,15 +174,26 @@ class Samples:
         kind = form(data, self._hook)
         if kind == "columns":
             columns = self._named(with_arrays(data))
-            for numbers in self._numbers(rows(with_arrays(data))):
+            for numbers in self._portions(rows(with_arrays(data))):
                 yield self._narrow(columns.select(numbers), numbers)
         elif kind == "samples":
-            for numbers in self._numbers(self._call_user(len, data)):
+            for numbers in self._portions(self._call_user(len, data)):
                 yield self._narrow(self._collated(data, numbers.tolist()), numbers)
         else:
             batches = self._call_user(iter, data)
+            start = 0
             while (batch := self._call_user(next, batches, _END)) is not _END:
-                yield self._named(with_arrays(batch))
+                named = self._named(with_arrays(batch))
+                if self._picked is None:
+                    yield named
+                    continue
+                stop = start + self._samples_in(named.feed)
+                rows_picked = np.sort(self._picked[(self._picked >= start) & (self._picked < stop)]) - start
+                start = stop
+                if rows_picked.size:
+                    yield self._part(named, rows_picked)
+                if start > self._picked.max():
+                    return
 
     def _call_user(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls the user's code; its exceptions become TaskErrors that name the hook."""
@@ -187,11 +208,33 @@ class Samples:
                 hint="run again with --debug for the traceback",
             ) from error
 
-    def _numbers(self, total: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Positions of the samples of each batch: at most `limit` of `total`, evenly spread."""
+    def _part(self, named: _Named, numbers: Positions) -> _Named:
+        """Some rows of a ready-made batch, without its target; all of it where its arrays differ in length."""
+        sizes = {array.shape[0] for array in named.feed.values() if array.ndim}
+        if len(sizes) > 1 or numbers.size == max(sizes, default=1):
+            return named
+        return _Named(named.feed).select(numbers)
+
+    def positions(self, count: int) -> Positions:
+        """Positions in the data of the first `count` samples that iterating gives, where `numbers` was not set."""
+        total = None
+        if form(self._data, self._hook) != "batches":
+            total = self._total()
+        if total is None:
+            return np.arange(count, dtype=np.int64)
+        return self._spread(total)[:count]
+
+    def _spread(self, total: int) -> Positions:
+        """At most `limit` of `total` positions, evenly spread."""
         count = total if self._limit is None else min(total, self._limit)
-        chosen = np.arange(count, dtype=np.int64) * total // max(count, 1)
-        for start in range(0, count, self._batch_size):
+        return np.arange(count, dtype=np.int64) * total // max(count, 1)
+
+    def _portions(self, total: int) -> Iterator[Positions]:
+        """Positions of the samples of each batch."""
+        chosen = self._picked
+        if chosen is None:
+            chosen = self._spread(total)
+        for start in range(0, len(chosen), self._batch_size):
             yield chosen[start : start + self._batch_size]
 
     def _collated(self, dataset: Any, numbers: list[int]) -> _Named:
@@ -211,7 +254,7 @@ class Samples:
             ) from error
         return _Named(feed, target, self._stack(SLICE, slices, numbers) if slices else None)
 
-    def _narrow(self, named: _Named, numbers: npt.NDArray[np.int64]) -> _Named:
+    def _narrow(self, named: _Named, numbers: Positions) -> _Named:
         """Casts the inputs to the model's types and checks that these hold the values of the samples `numbers`."""
         samples = numbers.tolist()
         feed = dict(named.feed)

@@ -61,6 +61,8 @@ _SORTED_BY = {"own": OWN, "sqnr": "sqnr_db", "effect": EFFECT, "gain": GAIN, "cl
 
 HISTOGRAMS = "histograms"
 """The table of a report whose rows are drawn and not listed: `Histogram.profile` of values, with their ranges."""
+CONVERGENCE = "convergence"
+"""Another one: how far scales moved while calibration read more samples. Changes and intervals are relative."""
 
 
 @dataclass(frozen=True, kw_only=True)

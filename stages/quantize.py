@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, PositiveInt, ValidationInfo, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from layerline.pipeline.config.budgets import MaxDrop
 from layerline.pipeline.config.qat_options import QatOptions
 from layerline.pipeline.inspection import Inspection
-from layerline.pipeline.report import RESCALED, Report
+from layerline.pipeline.report import CONVERGENCE, RESCALED, Report, Scalar
 from layerline.pipeline.stage import Stage, Work
 from layerline.pipeline.task import EXAMPLE_HOOKS
 
@@ -69,7 +69,14 @@ class Quantize(Stage):
     percentile: float = Field(default=99.99, gt=0, le=100)
     """For calibrator percentile: per cent of the non-zero values that stay inside the range."""
     samples: PositiveInt = 512
-    """Calibration samples, spread evenly over the data."""
+    """Calibration samples at most."""
+    selection: Literal["even", "stratified", "coverage"] = "even"
+    """Which samples calibrate. even: spread evenly over the data. stratified: the same number of each `slice`, or else
+    of each label, and rare ones whole. coverage: of eight times as many, those whose activations differ most; these are
+    extremes, so take it for rare inputs that must not be clipped."""
+    stop_early: PositiveFloat | None = None
+    """Stop calibrating when the samples doubled twice and no range moved by more than this, in per cent. The report
+    shows how ranges move."""
     batch_size: PositiveInt = 16
     """Samples a run, where the data does not come in batches; more takes more memory."""
     nonfinite: Literal["stop", "skip"] = "stop"
@@ -270,7 +277,14 @@ class Quantize(Stage):
         probes = probe_files.load(folder)
         signature = Signature.load(folder)
         data = CalibrationData(
-            work, signature.inputs, hooks=CALIBRATION_HOOKS, samples=self.samples, batch_size=self.batch_size
+            work,
+            signature.inputs,
+            hooks=CALIBRATION_HOOKS,
+            samples=self.samples,
+            batch_size=self.batch_size,
+            choice=self.selection,
+            stop_early=self.stop_early and self.stop_early / 100,
+            percentile=100.0 if self.calibrator == "minmax" else self.percentile,
         )
         evaluation = accuracy_budget.Evaluation(data)
         # Names first: what follows may take minutes.
@@ -308,7 +322,7 @@ class Quantize(Stage):
             metrics={**accuracy.metrics, **sizes, **report.metrics},
             gates=(*report.gates, *accuracy.gates),
             notes=(*report.notes, *self._sample_notes(converted, data), *accuracy.notes),
-            tables={**accuracy.tables, **report.tables},
+            tables={**accuracy.tables, **report.tables, **_curve(converted)},
         )
         return complete(report)
 
@@ -468,9 +482,17 @@ class Quantize(Stage):
         if converted.ranges is None or not converted.ranges.samples:
             return []
         note = f"calibrated on {converted.ranges.samples} samples"
-        if converted.ranges.samples < self.samples and "samples" in self.model_fields_set:
+        fewer = converted.ranges.samples < self.samples and not converted.ranges.stopped
+        if fewer and "samples" in self.model_fields_set:
             note += f", of {self.samples} asked for: {data.hook()}() has no more"
         return [note]
+
+
+def _curve(converted: Converted) -> dict[str, Sequence[Mapping[str, Scalar]]]:
+    """The scales against the number of samples, where any were calibrated."""
+    if converted.ranges is None or len(converted.ranges.convergence) < 2:
+        return {}
+    return {CONVERGENCE: converted.ranges.convergence}
 
 
 def _as_it_is(report: Report) -> Report:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+import numpy as np
+
 from layerline.backends.base import Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.calib import collect
+from layerline.calib import collect, selection
 from layerline.calib.calibration_survey import Survey
-from layerline.calib.samples import Batch, Input, Samples
+from layerline.calib.samples import Batch, Input, Positions, Samples
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.stage import Work
 
 MOST_FEEDS = 128
 """Samples that the rounding of weights is chosen on, and that a default session is judged on."""
+Selection = Literal["even", "stratified", "coverage"]
 
 
 class CalibrationData:
@@ -27,6 +30,9 @@ class CalibrationData:
         hooks: hooks that may give calibration samples, in order of preference.
         samples: greatest number of calibration samples.
         batch_size: samples a run, where the data does not come in batches.
+        choice: how they are chosen; `choose` does it.
+        stop_early: see `collect`.
+        percentile: see `collect`.
 
     Attributes:
         survey: a few of the calibration samples that were read.
@@ -34,7 +40,16 @@ class CalibrationData:
     """
 
     def __init__(
-        self, work: Work, inputs: Sequence[Input], *, hooks: Sequence[str], samples: int, batch_size: int
+        self,
+        work: Work,
+        inputs: Sequence[Input],
+        *,
+        hooks: Sequence[str],
+        samples: int,
+        batch_size: int,
+        choice: Selection = "even",
+        stop_early: float | None = None,
+        percentile: float = 99.99,
     ) -> None:
         self.task = work.task
         self.log = work.log
@@ -44,6 +59,11 @@ class CalibrationData:
         self._hooks = hooks
         self._limit = samples
         self._batch_size = batch_size
+        self._choice = choice
+        self._stop_early = stop_early
+        self._percentile = percentile
+        self._numbers: Positions | None = None
+        self._choice_note: tuple[str, ...] = ()
 
     def hook(self) -> str | None:
         """The hook that calibration samples come from; None where the task has none."""
@@ -51,6 +71,46 @@ class CalibrationData:
             if self.task.has(hook):
                 return hook
         return None
+
+    def choose(self, model: Light, names: Sequence[str]) -> None:
+        """Chooses the calibration samples, once, where they are not simply spread evenly over the data.
+
+        Args:
+            model: the float model.
+            names: the values that are calibrated, in the order of the network.
+
+        Raises:
+            TaskError: stratified, and the data gives no class.
+        """
+        hook = self.hook()
+        ordered = self._choice != "even" or self._stop_early is not None
+        if self._numbers is not None or not ordered or hook is None or not names:
+            return
+        if self._choice == "coverage":
+            wanted = selection.CANDIDATES * self._limit
+            candidates = self._samples(hook, "calibration", wanted, selection.CANDIDATE_BATCH)
+            runtime = OnnxRuntime()
+            features = selection.statistics(lambda taps: runtime.open(model, taps), candidates, names)
+            chosen = selection.k_center(features, self._limit)
+            self._numbers = candidates.positions(len(features))[chosen]
+            self._choice_note = (f"{chosen.size} of {len(features)} samples were chosen to cover the activations",)
+            return
+        if self._choice == "stratified":
+            candidates = self._samples(hook, "calibration", selection.MOST_LABELS)
+            classes, kind = selection.labels(candidates, hook)
+            chosen = selection.stratified(classes, self._limit)
+            self._numbers = candidates.positions(len(classes))[chosen]
+            sizes = np.unique(classes[chosen], return_counts=True)[1]
+            least, most = sizes.min(), sizes.max()
+            self._choice_note = (f"stratified by {kind}: {sizes.size} classes of {least} to {most} samples each",)
+        else:
+            samples = self._samples(hook, "calibration", self._limit)
+            total = samples.count()
+            if total is None:
+                return
+            self._numbers = samples.positions(total)
+        # The first samples say as much about the data as all of them.
+        self._numbers = self._numbers[selection.spread_order(self._numbers.size)]
 
     def calibration(self) -> tuple[Samples, tuple[str, ...]]:
         """The calibration samples, and a note where they do not come from calib_data().
@@ -68,14 +128,14 @@ class CalibrationData:
         notes: tuple[str, ...] = ()
         if hook != "calib_data":
             notes = (f"no calib_data() in the task: calibrated on {hook}()",)
-        return self._samples(hook, "calibration", self._limit), notes
+        return self._calibration_samples(hook, self._limit), (*notes, *self._choice_note)
 
     def calibration_feeds(self) -> Iterator[Feed]:
         """Up to MOST_FEEDS of the calibration samples, as they are fed; none where the task has no hook for them."""
         hook = self.hook()
         if hook is None:
             return
-        for batch in self._samples(hook, "calibration", min(self._limit, MOST_FEEDS)):
+        for batch in self._calibration_samples(hook, min(self._limit, MOST_FEEDS)):
             yield batch.feed
 
     def evaluation(self) -> Samples | None:
@@ -98,15 +158,30 @@ class CalibrationData:
             batches if self.survey.rows else self.survey.through(batches),
             names,
             nonfinite=nonfinite,
+            percentile=self._percentile,
+            stop_early=self._stop_early,
             progress=lambda done: self.log.progress(min(done, total), total),
         )
 
-    def _samples(self, hook: str, purpose: str, limit: int | None) -> Samples:
+    def _calibration_samples(self, hook: str, limit: int) -> Samples:
+        if self._numbers is None:
+            return self._samples(hook, "calibration", limit)
+        return self._samples(hook, "calibration", None, numbers=self._numbers[:limit])
+
+    def _samples(
+        self,
+        hook: str,
+        purpose: str,
+        limit: int | None,
+        batch_size: int | None = None,
+        numbers: Positions | None = None,
+    ) -> Samples:
         return Samples(
             self.task.call(hook),
             self._inputs,
             hook=hook,
             purpose=purpose,
-            batch_size=self._batch_size,
+            batch_size=batch_size or self._batch_size,
             limit=limit,
+            numbers=numbers,
         )

@@ -194,6 +194,7 @@ def calibrate(
     hook_notes: tuple[str, ...] = ("only weights are quantised, so no sample was read",)
     ranges = Ranges(histograms={}, samples=0)
     if placed.activations or data.hook() is not None:
+        data.choose(model, placed.activations)
         samples, hook_notes = data.calibration()
         ranges = data.ranges(model, placed.activations, samples, nonfinite)
     feeds = [batch.feed for batch in data.survey.batches()]

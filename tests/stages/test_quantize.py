@@ -16,7 +16,7 @@ from layerline.export.signature import Dim, Signature, Value
 from layerline.graph.io import onnx_files
 from layerline.pipeline.errors import ConfigError, StageError, TaskError
 from layerline.pipeline.inspection import Inspection
-from layerline.pipeline.report import HISTOGRAMS
+from layerline.pipeline.report import CONVERGENCE, HISTOGRAMS
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from layerline.stages.quantize import Quantize
@@ -129,6 +129,42 @@ def test_the_report_has_the_distances_the_clipping_and_the_weights(work):
     assert {r["value"] for r in report.tables["quantized"]} == {"x", "w1", "r", "w2", "t", "f", "wf"}
     drawn = {str(row["value"]): row for row in report.tables[HISTOGRAMS]}
     assert drawn.keys() == {"x", "r", "t", "f"} and all(len(str(row["profile"])) == 64 for row in drawn.values())
+
+
+RARE = """
+X = np.concatenate([X[:14], 20 * X[:1], X[14:]])
+LABELS = np.array([2 if i == 14 else i % 2 for i in range(41)])
+
+def calib_data():
+    return DATA
+"""
+
+
+@pytest.mark.parametrize("selection", ["stratified", "coverage"])
+def test_chosen_samples_hold_a_rare_one_that_even_sampling_misses(work, selection):
+    columns = RARE.replace("DATA", "X, LABELS")
+    batches = RARE.replace("DATA", "[(X[:11], LABELS[:11]), (X[11:], LABELS[11:])]")
+
+    def highest(task, **fields):
+        report = Quantize(samples=8, **fields).run(task)
+        document = json.loads((task.out / "ranges.json").read_text())
+        assert document["samples"] == 8 and report.tables.get(CONVERGENCE, [{"samples": 8}])[-1]["samples"] == 8
+        if fields.get("selection") == "stratified":
+            assert "stratified by label: 3 classes of 1 to 4 samples each" in report.notes
+        return document["values"]["x"]["range"][1]
+
+    assert highest(work(columns)) < 5
+    for data in (columns, batches):
+        assert highest(work(data), selection=selection, batch_size=3) > 30
+        assert highest(work(data), selection=selection) > 30
+
+
+def test_calibration_stops_early_when_asked(work):
+    task = work("def calib_data():\n    return np.repeat(X[:1], 400, 0)\n")
+    report = Quantize(stop_early=1).run(task)
+    note = "calibration stopped after 64 samples: no scale moved by more than 1 % while the samples doubled twice"
+    assert note in report.notes and "calibrated on 64 samples" in report.notes
+    assert [row["samples"] for row in report.tables[CONVERGENCE]] == [16, 32, 64]
 
 
 def test_sizes_are_those_of_the_files(work):
