@@ -239,8 +239,8 @@ def tune(
 def _run(shared: Shared, stages: Sequence[str], *, force: bool = False, tables: Sequence[str] = ()) -> NoReturn:
     """Runs stages, shows these tables of the last one's report, and exits."""
     from layerline.pipeline.records import lookup
-    from layerline.pipeline.runner import Runner
-    from layerline.views import json_output, screen, terminal
+    from layerline.pipeline.runner import Listener, Runner
+    from layerline.views import journal, json_output, screen, terminal
 
     project = shared.project
     names = lookup.asked_for(project, stages)
@@ -248,7 +248,10 @@ def _run(shared: Shared, stages: Sequence[str], *, force: bool = False, tables: 
     rank, _ = launched()
     silent = shared.as_json or rank > 0  # of several ranks the first one speaks
     with shared.at_work(project.stages, silent=silent) as live:
-        done = Runner(project, live).run(names, force=force)
+        listener: Listener = live
+        if not rank:
+            listener = journal.Listeners(live, journal.Journal(project))
+        done = Runner(project, listener).run(names, force=force)
     if _DEBUG and done.error:
         raise done.error
     report = None
@@ -573,38 +576,34 @@ def report(
         list[str] | None,
         Option(metavar="RUN", help="Put this run beside it; may be repeated.", show_default="the run before"),
     ] = None,
+    serve: Annotated[bool, Option("--serve", help="Show the run that is going on, on 127.0.0.1.")] = False,
+    port: Annotated[
+        int | None, Option(min=1, max=65535, help="With --serve: the port.", show_default="a free one")
+    ] = None,
 ) -> None:
     """Write a self-contained HTML page about a run.
 
-    About the newest run, the run given with --run, or the newest run with the settings given with --set.
+    About the newest run, the run given with --run, or the newest run with the settings given with --set. With --serve,
+    first shows a run that is going on in a browser, and writes its page when it has ended.
     """
-    from layerline.pipeline import why as reasons
     from layerline.pipeline.files import write_atomic
-    from layerline.pipeline.records import lookup
-    from layerline.views import html, plan_tree
+    from layerline.views import html, live
 
     if not output.parent.is_dir():
         raise PipeError(f"there is no folder {output.parent}", hint="create it, or choose another file with -o")
-    project, planner = shared.project, shared.planner
-    chosen_run = lookup.find_run(planner, run_id)
-    now = lookup.past(planner, chosen_run)
-    missing = []
-    if not chosen_run.passed:
-        missing = [stage.name for stage in project.stages if stage.name not in now.reports]
-    logs = lookup.logs(planner, chosen_run)
-    plans = lookup.files(planner, chosen_run, "quantized", plan_tree.FILE)
-    text = html.page(
-        project.name,
-        chosen_run,
-        now.reports,
-        missing,
-        logs,
-        reasons.from_reports(project, chosen_run, now.reports, logs),
-        lookup.beside_run(planner, chosen_run, compare or ()),
-        {stage: plan_tree.read(path) for stage, path in plans.items()},
-    )
-    write_atomic(output, text)
-    shared.show({"run": chosen_run.id, "page": str(output)}, lambda _: say(f"wrote {output}"))
+    if serve:
+        _refuse(run=run_id, set=shared.sets, why="chooses a run that has ended, and --serve shows one that is going on")
+        with live.served(shared.project, port or 0) as server:
+            say(f"{server.url} shows the run; Ctrl-C closes the view, not the run", err=shared.as_json)
+            server.watch(shared.project)
+            run, text = html.of_run(shared.project, None, compare or ())
+            write_atomic(output, text)
+            server.hand_over(text)
+    else:
+        _refuse(port=port, why="needs --serve")
+        run, text = html.of_run(shared.project, run_id, compare or ())
+        write_atomic(output, text)
+    shared.show({"run": run.id, "page": str(output)}, lambda _: say(f"wrote {output}"))
 
 
 @_command

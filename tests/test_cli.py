@@ -22,11 +22,11 @@ from layerline.pipeline import stage_table
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.init import from_files
 from layerline.pipeline.keys import env
-from layerline.pipeline.records import housekeeping
+from layerline.pipeline.records import housekeeping, run_lock
 from layerline.pipeline.report import Gate, Report
 from layerline.pipeline.runner import Result
 from layerline.pipeline.stage import Work
-from layerline.views import terminal
+from layerline.views import live, terminal
 from tests.pipeline import driver, fakes
 from tests.pipeline.conftest import fake_stages, folder
 from tests.pipeline.fakes import Folder
@@ -470,6 +470,22 @@ def test_report_writes_one_page(pipe: Pipe, folder: Folder) -> None:
     run = pipe("run", "all", "--json").document["run"]
     assert pipe("report", "--output", "page.html", "--run", run[:15]).out == "wrote page.html\n"
     assert "layers.2" in (folder.root / "page.html").read_text()
+
+
+def test_a_run_is_shown_while_it_goes_on_and_its_page_is_written_at_the_end(
+    pipe: Pipe, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = pipe("report", "--serve")
+    assert said.code == 2 and "no run is going on" in said.err and "pipe run all" in said.err
+    assert "--port: it needs --serve" in pipe("report", "--port", "8000").err
+    assert "--run" in pipe("report", "--serve", "--run", "last").err
+    pipe("run", "all")
+    with run_lock.at_work(folder.state):
+        monkeypatch.setattr(live.LiveServer, "watch", lambda server, project: None)  # as if the run ended now
+        said = pipe("report", "--serve", "--json")
+    assert re.search(r"http://127\.0\.0\.1:\d+/ shows the run", said.err)
+    assert said.document == {"run": pipe("runs", "--json").document["runs"][0]["id"], "page": "report.html"}
+    assert "Follow a layer" in (folder.root / "report.html").read_text()
 
 
 def test_the_page_tells_the_causes_that_the_reports_hold_without_foreign_code(

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import Any
-from urllib.parse import quote
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
+from layerline.pipeline import why
 from layerline.pipeline.causes import Cause
-from layerline.pipeline.config.project import as_options
+from layerline.pipeline.config.project import Project, as_options
 from layerline.pipeline.config.settings import UNSET, changed, settings, versions
+from layerline.pipeline.plan import open_planner
+from layerline.pipeline.records import lookup
 from layerline.pipeline.records.ledger import Record, Run
 from layerline.pipeline.records.lookup import Log, PastRun
 from layerline.pipeline.report import HISTOGRAMS, OWN, Gate, Report, Scalar
-from layerline.views import glossary, plan_tree, run_comparison, summary
+from layerline.views import document, glossary, plan_tree, run_comparison, summary
 from layerline.views.curves import curves, validated
 from layerline.views.follow import MERGED, Followed, by_module, by_own_error, follow, follow_views, in_network_order
 from layerline.views.formatting import FAILED, amount, decibels, heading, outcome
@@ -43,6 +39,26 @@ SUMMARY = (
     Column("failed", "number"),
     Column("seconds", "number"),
 )
+
+
+def of_run(project: Project, run_id: str | None, compare: Sequence[str]) -> tuple[Run, str]:
+    """A run, as `lookup.find_run` chooses it, and its page; `compare` names other runs to put beside it."""
+    planner = open_planner(project)
+    run = lookup.find_run(planner, run_id)
+    reports = lookup.past(planner, run).reports
+    logs = lookup.logs(planner, run)
+    plans = lookup.files(planner, run, "quantized", plan_tree.FILE)
+    text = page(
+        project.name,
+        run,
+        reports,
+        [stage.name for stage in project.stages if stage.name not in reports and not run.passed],
+        logs,
+        why.from_reports(project, run, reports, logs),
+        lookup.beside_run(planner, run, compare),
+        {stage: plan_tree.read(path) for stage, path in plans.items()},
+    )
+    return run, text
 
 
 def page(
@@ -85,10 +101,6 @@ def page(
             tables = [(title, view) for title, view in stage["tables"] if title != "stays float"]
             stage["tables"] = [*tables, ("plan", _plan(cleaned(plans[record.stage]), rows))]
         stages.append(stage)
-    style, script = _file("page.css"), _file("page.js")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
-    environment.filters["url"] = lambda text: quote(text, safe="")
     constants = {
         "FAILED": FAILED,
         "LONG": LONG,
@@ -98,12 +110,10 @@ def page(
         "CAUSES": CAUSES,
     }
     functions = {f.__name__: f for f in (amount, as_options, grid_data, heading, outcome)}
-    return environment.from_string(_file("page.html"), {**constants, **functions}).render(
+    return document.template("page.html", {**constants, **functions}).render(
+        **document.head("page.js"),
         title=title,
         run=run,
-        policy=_policy(style, script),
-        style=Markup(style),  # noqa: S704 - a file of this package
-        script=Markup(script),  # noqa: S704 - a file of this package
         headline=summary.headline(of_run),
         facts=summary.facts(run, of_run, missing),
         failures=list(summary.failures(run, of_run)),
@@ -117,19 +127,6 @@ def page(
         any_merged=any(row.into for row in rows),
         glossary=glossary.view(),
     )
-
-
-def _file(name: str) -> str:
-    return resources.files("layerline.views").joinpath(name).read_text("utf-8")
-
-
-def _policy(style: str, script: str) -> str:
-    """Allows the page's own style and script alone, by hash, whatever a name in a report may hold."""
-    allowed = ["default-src 'none'", "base-uri 'none'", "form-action 'none'"]
-    for directive, text in (("style-src", style), ("script-src", script)):
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        allowed.append(f"{directive} 'sha256-{digest}'")
-    return "; ".join(allowed)
 
 
 def grid_data(views: Sequence[TableView], histograms: Sequence[Mapping[str, Scalar]] = ()) -> dict[str, Any]:

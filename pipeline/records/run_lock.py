@@ -92,6 +92,20 @@ def alone(state: Path) -> Iterator[bool]:
         yield not entries(folder, _MARKS)
 
 
+def going_on(state: Path) -> list[Path]:
+    """The file that each run going on here may keep about itself, the newest run first."""
+    folder = state / _RUNNING
+    broken = _broken(folder)
+    held = [mark for mark in entries(folder, _MARKS) if mark not in broken]
+    held.sort(key=lambda mark: mark.stat().st_mtime_ns, reverse=True)
+    return [_about(mark) for mark in held]
+
+
+def _about(mark: Path) -> Path:
+    """What the process that holds a mark writes about its run; the mark begins with the number of the process."""
+    return mark.with_name(f"{mark.name.partition('-')[0]}.json")
+
+
 def _broken(folder: Path) -> list[Path]:
     """Marks of runs that nobody holds any more."""
     broken = []
@@ -103,4 +117,5 @@ def _broken(folder: Path) -> list[Path]:
 
 def _forget(mark: Path) -> None:
     with suppress(OSError):  # what is left of it is free to be locked, and says nothing
+        _about(mark).unlink(missing_ok=True)
         mark.unlink()
