@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from layerline.pipeline.plan import Planner
     from layerline.pipeline.records.lookup import Beside
     from layerline.pipeline.report import Report
+    from layerline.pipeline.runner import Outcome
     from layerline.pipeline.stage import Stage
     from layerline.pipeline.why import Trial
     from layerline.views.screen import Screen
@@ -236,11 +237,33 @@ def tune(
     _run(shared, ["quantize"], tables=("repairs", "search", "slices", "flipped answers"))
 
 
+def _watched_run(project: Project, live: Live, names: Sequence[str] | None, *, force: bool) -> Outcome:
+    """Runs stages. The first rank keeps the file for `pipe report --serve`, and logs where pipe.yaml says."""
+    from layerline.pipeline.records.ledger import new_run_id
+    from layerline.pipeline.runner import Runner
+    from layerline.views import journal
+
+    if launched()[0]:
+        return Runner(project, live).run(names, force=force)
+    listener = journal.Listeners(live, journal.Journal(project))
+    if project.track is None:
+        return Runner(project, listener).run(names, force=force)
+    from layerline.views.track import Tracking  # here: it imports the page
+
+    run_id = new_run_id()
+    tracking = Tracking(project, run_id, live)
+    done = None
+    try:
+        done = Runner(project, journal.Listeners(listener, tracking)).run(names, force=force, run_id=run_id)
+    finally:
+        tracking.end(done)
+    return done
+
+
 def _run(shared: Shared, stages: Sequence[str], *, force: bool = False, tables: Sequence[str] = ()) -> NoReturn:
     """Runs stages, shows these tables of the last one's report, and exits."""
     from layerline.pipeline.records import lookup
-    from layerline.pipeline.runner import Listener, Runner
-    from layerline.views import journal, json_output, screen, terminal
+    from layerline.views import json_output, screen, terminal
 
     project = shared.project
     names = lookup.asked_for(project, stages)
@@ -248,10 +271,7 @@ def _run(shared: Shared, stages: Sequence[str], *, force: bool = False, tables: 
     rank, _ = launched()
     silent = shared.as_json or rank > 0  # of several ranks the first one speaks
     with shared.at_work(project.stages, silent=silent) as live:
-        listener: Listener = live
-        if not rank:
-            listener = journal.Listeners(live, journal.Journal(project))
-        done = Runner(project, listener).run(names, force=force)
+        done = _watched_run(project, live, names, force=force)
     if _DEBUG and done.error:
         raise done.error
     report = None
@@ -587,6 +607,7 @@ def report(
     first shows a run that is going on in a browser, and writes its page when it has ended.
     """
     from layerline.pipeline.files import write_atomic
+    from layerline.pipeline.records import lookup
     from layerline.views import html, live
 
     if not output.parent.is_dir():
@@ -596,13 +617,14 @@ def report(
         with live.served(shared.project, port or 0) as server:
             say(f"{server.url} shows the run; Ctrl-C closes the view, not the run", err=shared.as_json)
             server.watch(shared.project)
-            run, text = html.of_run(shared.project, None, compare or ())
+            run = lookup.find_run(shared.planner, None)
+            text = html.of_run(shared.planner, run, compare or ())
             write_atomic(output, text)
             server.hand_over(text)
     else:
         _refuse(port=port, why="needs --serve")
-        run, text = html.of_run(shared.project, run_id, compare or ())
-        write_atomic(output, text)
+        run = lookup.find_run(shared.planner, run_id)
+        write_atomic(output, html.of_run(shared.planner, run, compare or ()))
     shared.show({"run": run.id, "page": str(output)}, lambda _: say(f"wrote {output}"))
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import gc
+import importlib.util
 import json
+import os
 import random
 import shutil
 import sys
@@ -83,11 +85,26 @@ def check(project: Project) -> Checked:
                         stage.check(look)
             look.stage = ""
         _check_disk(look)
+        if project.track is not None:
+            with look.item("track"):
+                require_tracker(project.track)
+                look.ok("track", project.track)
         look.shared.clear()
         findings = tuple(look.findings)
         del look
         gc.collect()  # what was built must not lie beside what will be trained
     return Checked(findings)
+
+
+def require_tracker(name: str) -> None:
+    """Raises Unavailable: a package that the tracker of pipe.yaml needs is not installed."""
+    packages = [name]
+    if name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
+        packages.append("sqlalchemy")  # for a local store
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            hint = "pip install 'layerline[track]', or remove the field"
+            raise Unavailable(f"{package} is not installed", where="track", hint=hint)
 
 
 def check_and_remember(project: Project) -> Checked:

@@ -150,17 +150,18 @@ class Runner:
         self._named: tuple[str, ...] = ()
         self._sequence = 0
 
-    def run(self, names: Sequence[str] | None = None, *, force: bool = False) -> Outcome:
+    def run(self, names: Sequence[str] | None = None, *, force: bool = False, run_id: str = "") -> Outcome:
         """Runs the named stages (None: all) and the stages that they need, if they are out of date.
 
         With `force` the named stages run even if they are fresh. A failure of a stage is in the outcome, not raised.
+        The run is filed as `run_id`, or under a new id.
         """
         stages = self.project.stages if names is None else self.project.needed_for(names)
         if launched()[0] > 0:
             return self._follow(stages)
         self._named = tuple(s.name for s in stages)
         forced = {s.name for s in stages if force and (names is None or s.name in names)}
-        run_id = filed_id = new_run_id()
+        run_id = filed_id = run_id or new_run_id()
         self._sequence = self.ledger.next_sequence()
         results: list[Result] = []
         made: dict[str, Artifact | None] = {}

@@ -8,9 +8,9 @@ from typing import Any
 
 from layerline.pipeline import why
 from layerline.pipeline.causes import Cause
-from layerline.pipeline.config.project import Project, as_options
+from layerline.pipeline.config.project import as_options
 from layerline.pipeline.config.settings import UNSET, changed, settings, versions
-from layerline.pipeline.plan import open_planner
+from layerline.pipeline.plan import Planner
 from layerline.pipeline.records import lookup
 from layerline.pipeline.records.ledger import Record, Run
 from layerline.pipeline.records.lookup import Log, PastRun
@@ -41,14 +41,13 @@ SUMMARY = (
 )
 
 
-def of_run(project: Project, run_id: str | None, compare: Sequence[str]) -> tuple[Run, str]:
-    """A run, as `lookup.find_run` chooses it, and its page; `compare` names other runs to put beside it."""
-    planner = open_planner(project)
-    run = lookup.find_run(planner, run_id)
+def of_run(planner: Planner, run: Run, compare: Sequence[str] = ()) -> str:
+    """The page of a run, from what is stored; `compare` names other runs to put beside it."""
+    project = planner.project
     reports = lookup.past(planner, run).reports
     logs = lookup.logs(planner, run)
     plans = lookup.files(planner, run, "quantized", plan_tree.FILE)
-    text = page(
+    return page(
         project.name,
         run,
         reports,
@@ -58,7 +57,6 @@ def of_run(project: Project, run_id: str | None, compare: Sequence[str]) -> tupl
         lookup.beside_run(planner, run, compare),
         {stage: plan_tree.read(path) for stage, path in plans.items()},
     )
-    return run, text
 
 
 def page(

@@ -24,7 +24,8 @@ from layerline.pipeline.task import no_task_file
 
 FILE = "pipe.yaml"
 STATE = ".layerline"
-_OWN_KEYS = ("name", "task", "data", "check")
+_OWN_KEYS = ("name", "task", "data", "check", "track")
+TRACKERS = ("tensorboard", "mlflow")
 # What is said of a field that there is not.
 _UNKNOWN = ("unknown field", "no such field")
 
@@ -40,6 +41,7 @@ class Project:
     stages: tuple[Stage, ...]  # the stages in the order they run
     sets: tuple[str, ...] = ()  # the `key.path=value` that pipe.yaml was overridden with
     check: bool = True  # whether everything is checked before a stage that may take long
+    track: str | None = None  # one of TRACKERS: where runs are logged
 
     @property
     def state(self) -> Path:
@@ -105,6 +107,10 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
         raise document.error(("task",), f"expected a path inside the project, saw {settings['task']!r}")
     if not isinstance(settings["check"], bool):
         raise document.error(("check",), f"expected true or false, saw {settings['check']!r}")
+    track = settings.get("track")
+    if track is not None and track not in TRACKERS:
+        hint = nearest.hint(str(track), TRACKERS)
+        raise document.error(("track",), f"expected {' or '.join(TRACKERS)}, saw {track!r}", hint)
     settings["data"] = _data_files(document, folder)
     return Project(root=folder, stages=stages, sets=tuple(overrides), **settings)
 
