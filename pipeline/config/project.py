@@ -120,16 +120,17 @@ def as_options(overrides: Sequence[str]) -> str:
     return " ".join(f"--set {shlex.quote(text)}" for text in overrides)
 
 
-def _hint(name: str, hint: str) -> str:
-    """The hint for an unknown name: where it names nothing that is near, the place where such a field is."""
+def _hint(name: str, hint: str, stage: str = "") -> str:
+    """The hint for an unknown name: where it names nothing that is near, the place where such a field is, first in the
+    stage that it was written in."""
     if hint.startswith("did you mean"):
         return hint
     fields: list[tuple[str, ...]] = []
-    for stage in stage_table.names():
-        cls = stage_table.imported(stage)
+    for other in stage_table.names():
+        cls = stage_table.imported(other)
         if cls is not None:
-            fields += [(stage, *path) for path in cls.written()]
-    return elsewhere(name, fields) or hint
+            fields += [(other, *path) for path in cls.written()]
+    return elsewhere(name, fields, stage) or hint
 
 
 def _stage_names(raw: Mapping[str, Any], document: Document) -> list[str]:
@@ -169,7 +170,7 @@ def _build_stage(name: str, raw: Any, document: Document) -> Stage:
         first = mistake(cls, raw or {}, error)
         hint = first.hint
         if first.what in _UNKNOWN and first.place:  # a field whose name is no text has no place
-            hint = _hint(str(first.place[-1]), hint)
+            hint = _hint(str(first.place[-1]), hint, name)
         raise document.error((name, *first.place), first.what, hint) from None
     for wrong in unfit_numbers(raw or {}, stage.model_dump()):
         raise document.error((name, *wrong.place), wrong.what)

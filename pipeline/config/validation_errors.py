@@ -97,10 +97,12 @@ def unfit_numbers(raw: Any, taken: Any, place: Place = ()) -> Iterator[Mistake]:
             yield from unfit_numbers(value, taken[i] if same_length else None, (*place, i))
 
 
-def elsewhere(name: str, fields: Sequence[Sequence[str]]) -> str:
-    """A hint with the places, of all fields' paths, where one of this name or of one close to it can be written."""
+def elsewhere(name: str, fields: Sequence[Sequence[str]], stage: str = "") -> str:
+    """A hint with the places, of all fields' paths, where one of this name or of one close to it can be written. Those
+    of `stage`, in which it was written, come first."""
     name = closest(name, [f[-1] for f in fields])
-    paths = sorted({".".join(f) for f in fields if f[-1] == name}, key=lambda path: (path.count("."), path))
+    matching = {".".join(f) for f in fields if f[-1] == name}
+    paths = sorted(matching, key=lambda path: (not path.startswith(f"{stage}."), path.count("."), path))
     if not paths:
         return ""
     return f"did you mean {' or '.join(paths[:_PLACES_SHOWN])}?"
@@ -140,7 +142,7 @@ def _located(raw: Any, error: ErrorDetails) -> _Fault:
         if is_index or (isinstance(node, Mapping) and part in node):
             node = node[part]
             place.append(part)
-        elif error["type"] == "missing" and depth == len(error["loc"]):
+        elif error["type"] in ("missing", "told") and depth == len(error["loc"]):
             place.append(part)
         elif part != "[key]":  # "[key]" is pydantic's mark for a mapping's key
             union = tuple(place) if union is None else union

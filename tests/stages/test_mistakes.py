@@ -41,7 +41,7 @@ from layerline.pipeline.errors import ConfigError
             "max_drop: {a: x}",
             "quantize.max_drop.a: expected a finite number that is at least 0, or a percentage such as 0.5%, saw 'x'",
         ),
-        ("train", "optimizer: {groups: [{lr: 1}]}", "train.optimizer.groups.0: match is required, and missing"),
+        ("train", "optimizer: {groups: [{lr: 1}]}", "train.optimizer.groups.0.match: it is required, and missing"),
         ("quantize", "min_db: .nan", "quantize.min_db: expected a finite number, saw nan"),
         ("engine", "tolerance: .inf", "engine.tolerance: expected a finite number, saw inf"),
         ("train", "epochs: true", "train.epochs: expected an integer, saw True"),
@@ -58,7 +58,7 @@ def test_with_line_and_field(stage: str, text: str, told: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "meant"),
     [
-        ("train.lr=1", "quantize.qat.lr or train.optimizer.lr or train.swa.lr"),
+        ("train.lr=1", "train.optimizer.lr or train.swa.lr or quantize.qat.lr"),
         ("train.max_norm=1", "train.clip.max_norm or train.optimizer.grad_clip.max_norm"),
         ("train.calibrator=mse", "quantize.calibrator"),
         ("calibrator=mse", "quantize.calibrator"),

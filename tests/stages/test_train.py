@@ -355,7 +355,7 @@ def test_both_shapes_and_the_defaults_have_one_form() -> None:
     ("fields", "place", "message"),
     [
         ({"optimizer": {"weigth_decay": 1}}, ("optimizer", "weigth_decay"), "did you mean 'optimizer.weight_decay'"),
-        ({"optimizer": {"lr": "fast"}}, ("optimizer", "lr"), "valid number"),
+        ({"optimizer": {"lr": "fast"}}, ("optimizer", "lr"), "expected a number"),
         ({"optimizer": "adamw"}, ("optimizer",), "expected a mapping, for example optimizer: {name: adamw}"),
         ({"optimizer": {"name": "adamwx"}}, ("optimizer", "name"), "unknown value 'adamwx'; did you mean 'adamw'?"),
         ({"training": {"accumulate_steps": 2}, "gpu": {"gradient_accumulation_steps": 3}},

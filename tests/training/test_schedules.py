@@ -141,7 +141,7 @@ def test_never_above_the_base_nor_below_the_floor(name: str, total: int, warm: f
 )
 def test_what_is_missing_is_named(fields: dict[str, Any], where: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        schedules.build(SchedulerConfig(**fields), lr=1.0)
+        ModelOptimizer(nn.Linear(2, 1), {"optimizer": {"lr": 1.0}, "scheduler": fields})
     assert caught.value.where == where
 
 

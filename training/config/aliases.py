@@ -5,7 +5,6 @@ table of moves maps both to the sections of `Config`."""
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -13,13 +12,15 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from layerline.pipeline.config.document import Document
+from layerline.pipeline.config.validation_errors import mistake
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.nearest import closest, hint
-from layerline.training.config import schedules
-from layerline.training.config.sections import Config, GroupRule, OptimizerName, SchedulerName, Section
+from layerline.training.config import checks
+from layerline.training.config.sections import Config, OptimizerName, SchedulerName, Section
 
 # Accepted field -> canonical field.
 MOVES: dict[str, str] = {
+    "mode": "preset",
     "optimizer.grad_clip.max_norm": "clip.max_norm",
     "optimizer.grad_clip.value": "clip.value",
     "training.grad_clip_norm": "clip.max_norm",
@@ -66,6 +67,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "nlp-finetune": {
         "optimizer.name": "adamw", "optimizer.lr": 2e-5, "optimizer.weight_decay": 0.01,
         "scheduler.name": "polynomial", "scheduler.warmup_ratio": 0.06, "clip.max_norm": 1.0,
+        "optimizer.lr_range": (1e-5, 5e-5),
     },
     "pretrain-lm": {
         "optimizer.name": "lamb", "optimizer.lr": 2e-3, "optimizer.weight_decay": 0.01,
@@ -73,8 +75,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "clip.max_norm": 1.0,
     },
 }  # fmt: skip
-_PAIRS = ("optimizer.betas", "optimizer.lr_range")
-FINETUNE_RATES = (1e-5, 5e-5)
 # (absolute value, share, what it is a share of): two ways to set one thing.
 _SHARES = (
     ("scheduler.warmup_steps", "scheduler.warmup_ratio", "scheduler.total_steps"),
@@ -92,10 +92,21 @@ class _Written(dict[str, str]):
         return field
 
 
-def load(source: Config | Mapping[str, Any] | str | Path, *, whole: bool = False) -> Config:
-    """The typed configuration from a dict in either shape, a YAML file, or itself. An error names the field as it was
-    written, in a file with line and column. With `whole` the configuration is complete: a field that nobody reads is an
-    error then, and a schedule must have its length."""
+def load(source: object, *, keywords: Mapping[str, Any] | None = None, whole: bool = False) -> Config:
+    """The typed configuration from a dict in either shape, a YAML file, or itself.
+
+    Args:
+        source: a mapping, the path of a YAML file, or a Config.
+        keywords: sections, and fields by their last name (`log_interval`), besides a dict.
+        whole: the configuration is complete: a field that nobody reads is an error then, and so is a schedule without
+            its length.
+
+    Raises:
+        ConfigError: names the field as it was written, in a file with line and column.
+    """
+    if keywords and not isinstance(source, Mapping):
+        what, hint = "keywords go with a dict, or alone", "write it into the configuration"
+        raise ConfigError(what, where=next(iter(keywords)), hint=hint)
     if isinstance(source, str | Path):
         path = Path(source)
         if not path.is_file():
@@ -105,61 +116,17 @@ def load(source: Config | Mapping[str, Any] | str | Path, *, whole: bool = False
             return load(document.content, whole=whole)
         except ConfigError as error:
             raise document.error(tuple(error.where.split(".")), error.what, error.hint) from error
-    written = _Written()
+    if not isinstance(source, Config | Mapping):
+        what = f"expected a dict, the path of a YAML file or a Config, got {type(source).__name__}"
+        raise ConfigError(what, where="config")
     if isinstance(source, Config):
-        config = source
-    elif isinstance(source, Mapping):
-        fields, written = canonical_fields(source)
-        config = _validate(fields, written)
+        config, written = source, _Written()
     else:
-        raise ConfigError(f"expected a dict, the path of a YAML file or a Config, got {type(source).__name__}",
-                          where="config")  # fmt: skip
+        fields, written = canonical_fields(source, keywords)
+        config = _validate(fields, written)
     if whole:
-        _check(config, written, length=config is not source)
+        _check(config, written, length=True)
     return config
-
-
-def with_keywords(
-    config: Config | Mapping[str, Any] | str | Path | None, fields: Mapping[str, Any]
-) -> Config | Mapping[str, Any] | str | Path:
-    """A configuration with what was given by keyword: sections, and fields by their last name (`log_interval`)."""
-    if config is None:
-        config = {}
-    if not fields:
-        return config
-    if not isinstance(config, Mapping):
-        name = next(iter(fields))
-        raise ConfigError("keywords go with a dict, or alone", where=name, hint="write it into the configuration")
-    merged = dict(config)
-    for name, value in fields.items():
-        # A section by its name, or a field by its last name.
-        section = name
-        if name not in SECTIONS and name not in ("preset", "mode"):
-            section, _, field = _field_called(name).rpartition(".")
-            value = {field: value}
-        before, merged[section] = merged.get(section), value
-        if before is None:
-            continue
-        twice = section
-        if isinstance(before, Mapping) and isinstance(value, Mapping):
-            merged[section] = {**before, **value}
-            common = sorted(before.keys() & value.keys())
-            if not common:
-                continue
-            twice = f"{section}.{common[0]}"
-        raise ConfigError("it is in the configuration and among the keywords", where=twice, hint="keep one of the two")
-    return merged
-
-
-def _field_called(name: str) -> str:
-    """The field of a name without its section."""
-    written = [path for path in sorted(FIELDS | MOVES.keys()) if path.rpartition(".")[2] == name]
-    fields = {MOVES.get(path, path) for path in written}
-    if not fields:
-        raise _unknown(name)
-    if len(fields) > 1:
-        raise ConfigError("several sections have such a field", where=name, hint=f"one of {', '.join(written)}")
-    return fields.pop()
 
 
 def normal_form(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,74 +151,57 @@ def nested(fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return out
 
 
-def canonical_fields(source: Mapping[str, Any]) -> tuple[dict[str, Any], _Written]:
+def canonical_fields(
+    source: Mapping[str, Any], keywords: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], _Written]:
     """Every field by its one name (`clip.max_norm`), and the name it was written under."""
+    entries = list(_leaves(source))
+    for name, value in (keywords or {}).items():
+        entries += _leaves({name if name in SECTIONS else _field_called(name): value})
     fields: dict[str, Any] = {}
     written = _Written()
-    preset = source.get("preset", source.get("mode"))
-    if source.get("mode", preset) != preset:
-        raise ConfigError("mode and preset are the same, and differ", where="mode", hint="keep preset")
-    for path, value in _leaves({k: v for k, v in source.items() if k not in ("preset", "mode")}):
+    for path, value in entries:
         target = MOVES.get(path, path)
         if target not in FIELDS:
             raise _unknown(path)
         value = _spelling(target, value)
-        # Both shapes may say the same thing twice.
+        # Both shapes, or a keyword beside them, may say the same thing twice.
         if target in fields and not _same(fields[target], value):
             what = f"{written[target]} is {fields[target]!r} and {path} is {value!r}: both set {target}"
             raise ConfigError(what, where=path, hint="keep one of the two")
         fields[target] = value
         written[target] = path
+    preset = fields.pop("preset", None)
     if preset is not None:
         _apply_preset(preset, fields, written)
     _check_shares(fields, written)
     return fields, written
 
 
+def _field_called(name: str) -> str:
+    """The field of a name without its section."""
+    paths = [path for path in sorted(FIELDS | MOVES.keys()) if path.rpartition(".")[2] == name]
+    fields = {MOVES.get(path, path) for path in paths}
+    if not fields:
+        raise _unknown(name)
+    if len(fields) > 1:
+        raise ConfigError("several sections have such a field", where=name, hint=f"one of {', '.join(paths)}")
+    return fields.pop()
+
+
 def _check(config: Config, written: _Written, *, length: bool) -> None:
-    """Refuses what would be ignored, or misses its length, before anything is made of the configuration."""
+    """The checks of the whole configuration, in the names that were written."""
     try:
-        _check_read(config)
-        if length:
-            _check_length(config, written)
+        checks.check(config, length=length)
     except ConfigError as error:
-        raise ConfigError(error.what, where=written[error.where], hint=error.hint) from error
-
-
-def _check_read(config: Config) -> None:
-    rule = config.optimizer
-    if rule.ignored:
-        raise ConfigError(
-            f"{rule.name} has no {rule.ignored}; it takes {rule.takes}", where=f"optimizer.{rule.ignored}"
-        )
-    for name in ("start_step", "warmup"):
-        if "decay" not in config.ema.model_fields_set and getattr(config.ema, name):
-            raise ConfigError("there is no average: EMA is off", where=f"ema.{name}",
-                              hint="set ema.decay, for example to 0.999")  # fmt: skip
-    if config.swa.share is not None and config.ema.on:
-        raise ConfigError("SWA's average would ship, and EMA is on too", where="swa.share", hint="set ema.decay to 0")
-    mode, better = config.scheduler.mode, config.monitor.better
-    if mode is not None and better is not None and (mode == "max") is not (better == "higher"):
-        what = f"scheduler.mode is {mode} and monitor.better is {better}: both say which metric is better"
-        raise ConfigError(what, where="scheduler.mode", hint="keep one of the two")
-    schedules.check_fields(config.scheduler)
-
-
-def _check_length(config: Config, written: _Written) -> None:
-    needs_length = {
-        "swa.share": config.swa.share is not None,
-        "pruning.end_step": config.pruning.method is not None and config.pruning.end_step is None,
-    }
-    for path, needs in needs_length.items():
-        if needs and config.scheduler.total_steps is None:
-            what = f"{path.partition('.')[0]} needs the length of the run"
-            raise ConfigError(what, where=path, hint="set scheduler.total_steps")
-    try:
-        schedules.check_length(config.scheduler)
-    except ConfigError as error:
-        sources = [written[f"scheduler.{name}"] for name in ("warmup_ratio", "warmup_steps", "name")]
-        preset = next((f", and the {source} asks for it" for source in sources if source.startswith("preset ")), "")
-        raise ConfigError(error.what + preset, where=error.where, hint=error.hint) from error
+        what = error.what
+        if error.where == "scheduler.total_steps":
+            for name in ("warmup_ratio", "name"):
+                source = written[f"scheduler.{name}"]
+                if source.startswith("preset "):
+                    what += f", and the {source} asks for it"
+                    break
+        raise ConfigError(what, where=written[error.where], hint=error.hint) from error
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -285,18 +235,18 @@ def _words(annotation: Any) -> frozenset[str]:
 
 
 # The words that each field accepts, in any case: known before pydantic compares them. None for a field of numbers.
-NAMES: dict[str, frozenset[str]] = {}
+NAMES: dict[str, frozenset[str]] = {"preset": frozenset(PRESETS)}
 for _section, _info in Config.model_fields.items():
     for _name, _field in getattr(_info.annotation, "model_fields", {}).items():
         NAMES[f"{_section}.{_name}"] = _words(_field.annotation)
 FIELDS = frozenset(NAMES)
-SECTIONS = frozenset(Config.model_fields) | {p.rpartition(".")[0] for p in MOVES}
+SECTIONS = frozenset(Config.model_fields) | {p.rpartition(".")[0] for p in MOVES if "." in p}
 
 
 def _fields_of(section: str) -> dict[str, str]:
     """The paths of a section's fields, as people write them, by their last part."""
     fields: dict[str, str] = {}
-    for path in (*FIELDS, *MOVES, "preset"):
+    for path in FIELDS | MOVES.keys():
         parent, _, name = path.rpartition(".")
         if parent == section:
             fields[name] = path
@@ -305,7 +255,7 @@ def _fields_of(section: str) -> dict[str, str]:
 
 def _unknown(path: str) -> ConfigError:
     """The error for a field that does not exist, with the one that was probably meant."""
-    names = [*sorted(FIELDS | MOVES.keys()), "preset"]
+    names = sorted(FIELDS | MOVES.keys())
     section, _, last = path.rpartition(".")
     siblings = _fields_of(section)
     # The same field of another section, then its like in this one; of an unknown section the whole path's like.
@@ -339,24 +289,18 @@ def _same(a: Any, b: Any) -> bool:
 
 def _apply_preset(preset: Any, fields: dict[str, Any], written: _Written) -> None:
     """Adds the fields of a preset that nobody wrote."""
-    if isinstance(preset, str):
-        preset = preset.lower()
-    if preset not in PRESETS:
-        raise ConfigError(f"no preset is called {preset!r}", where="preset", hint=hint(str(preset), PRESETS))
-    own_optimizer = "optimizer.name" in fields and fields["optimizer.name"] != PRESETS[preset]["optimizer.name"]
-    for target, value in PRESETS[preset].items():
-        # The preset's rate and momentum belong to its own optimizer; its warm-up yields to either way of saying it.
-        if target in fields or _RIVALS.get(target) in fields or (own_optimizer and target.startswith("optimizer.")):
+    name = str(preset)
+    if name not in PRESETS:
+        raise ConfigError(f"no preset is called {preset!r}", where="preset", hint=hint(name, PRESETS))
+    other_optimizer = fields.get("optimizer.name", PRESETS[name]["optimizer.name"]) != PRESETS[name]["optimizer.name"]
+    for target, value in PRESETS[name].items():
+        # The preset's rate and momentum belong to its own optimizer; the range of rates is for any.
+        its_own = target.startswith("optimizer.") and target != "optimizer.lr_range"
+        # Its warm-up yields to either way of saying it.
+        if target in fields or _RIVALS.get(target) in fields or (other_optimizer and its_own):
             continue
         fields[target] = value
-        written[target] = f"preset {preset}"
-    if preset == "nlp-finetune" and "optimizer.lr_range" not in fields:  # of whatever optimizer
-        fields["optimizer.lr_range"] = FINETUNE_RATES
-        written["optimizer.lr_range"] = f"preset {preset}"
-        # A rate that is scaled with the batch is clamped after the scaling, by lr_range.
-        rate = _product(fields.get("optimizer.lr"), 1.0)
-        if rate is not None and "optimizer.lr_scaling" not in fields:
-            fields["optimizer.lr"] = min(max(rate, FINETUNE_RATES[0]), FINETUNE_RATES[1])
+        written[target] = f"preset {name}"
 
 
 def _check_shares(fields: Mapping[str, Any], written: _Written) -> None:
@@ -364,44 +308,28 @@ def _check_shares(fields: Mapping[str, Any], written: _Written) -> None:
     for absolute, share, whole in _SHARES:
         if fields.get(absolute) is None or fields.get(share) is None:
             continue
-        expected = _product(fields[share], fields.get(whole))
-        if expected is None or not _same(expected, fields[absolute]):
+        try:
+            agrees = _same(float(fields[share]) * float(fields[whole]), fields[absolute])
+        except (KeyError, TypeError, ValueError):
+            agrees = False
+        if not agrees:
             what = f"{written[absolute]} is {fields[absolute]!r} and {written[share]} is {fields[share]!r}"
             raise ConfigError(what, where=written[share], hint="both set the same thing: keep one of the two")
 
 
-def _product(a: Any, b: Any) -> float | None:
-    try:
-        return float(a) * float(b)
-    except (TypeError, ValueError):
-        return None
-
-
 def _validate(fields: Mapping[str, Any], written: _Written) -> Config:
-    """The typed configuration; pydantic's first error as one at the field's written name."""
+    """The typed configuration; the first mistake is an error at the field's written name."""
+    sections = nested(fields)
     try:
-        return Config.model_validate(nested(fields))
+        return Config.model_validate(sections)
     except ValidationError as error:
-        # One error at a time: later ones often follow from the first. An unknown name is most often a misspelling of
-        # the missing one, and says more.
-        first = min(error.errors(), key=lambda e: e["type"] == "missing")
-        path = ".".join(str(part) for part in first["loc"][:2])
-        inside = "" if path in _PAIRS else "".join(f".{part}" for part in first["loc"][2:])
-        what = first["msg"].removeprefix("Value error, ")
-        advice = ""
-        if path in _PAIRS and first["type"] in ("missing", "too_long", "tuple_type"):
-            what = f"expected two numbers, got {fields.get(path)!r}"
-        elif first["type"] == "missing" and inside:
-            inside, _, name = inside.rpartition(".")
-            what = f"{name} is required, and missing"
-        elif first["type"] == "extra_forbidden" and inside:
-            what = "no such field"
-            name = str(first["loc"][-1])
-            advice = hint(_OTHER_NAMES.get(name, name), list(GroupRule.model_fields))
-        elif first["type"] == "literal_error" and isinstance(first["input"], str):
-            valid = re.findall(r"'([^']+)'", first["ctx"]["expected"])
-            what = f"unknown value {first['input']!r}"
-            advice = hint(first["input"], valid)
-        elif "." in path:
-            what += f", got {first['input']!r}"
-        raise ConfigError(what, where=f"{written[path]}{inside}", hint=advice) from error
+        first = mistake(Config, sections, error)
+        section, *place = map(str, first.place)
+        path, inside = section, ""
+        if place:
+            path = f"{section}.{place[0]}"
+            inside = "".join(f".{part}" for part in place[1:])
+        advice = first.hint
+        if place and place[-1] in _OTHER_NAMES:
+            advice = f"did you mean {_OTHER_NAMES[place[-1]]!r}?"
+        raise ConfigError(first.what, where=f"{written[path]}{inside}", hint=advice) from error

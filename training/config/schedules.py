@@ -13,33 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layerline.pipeline.errors import ConfigError
+from layerline.training.config.checks import warmup_steps
 from layerline.training.config.sections import SchedulerConfig
 
 Schedule = Callable[[int], float]
-# Schedules that end: their last rate is reached at total_steps.
-NEED_TOTAL = ("cosine", "polynomial", "one_cycle", "wsd")
 # Momentum at the highest and at the lowest rate of one_cycle (Smith & Topin 2018; torch's defaults).
 LEAST_MOMENTUM, GREATEST_MOMENTUM = 0.85, 0.95
-_COUNTING = ("step", "multistep", "exponential")
-# What only some schedules read -> which ones.
-_READ_BY = {
-    "power": ("polynomial",), "step_size": ("step",), "gamma": _COUNTING, "div_factor": ("one_cycle",),
-    "final_div_factor": ("one_cycle",), "factor": ("plateau",), "patience": ("plateau",), "threshold": ("plateau",),
-    "mode": ("plateau",), "milestones": ("multistep",), "count_warmup": _COUNTING, "period": ("cosine_restarts",),
-    "period_mult": ("cosine_restarts",), "decay_ratio": ("wsd",), "cycle_momentum": ("one_cycle",),
-}  # fmt: skip
-# A field without which a schedule has no meaning -> what it is.
-_REQUIRED = {
-    "step": ("step_size", "the number of steps between two decays"),
-    "multistep": ("milestones", "the steps at which the rate decays"),
-    "cosine_restarts": ("period", "the number of steps until the first restart"),
-}
 
 
 def build(config: SchedulerConfig, lr: float) -> Schedule:
     """The schedule; `lr` is the base rate, which `min_lr` is measured against."""
-    check_fields(config)
-    check_length(config)
     total, floor, warmup = config.total_steps, floor_ratio(config, lr), warmup_steps(config)
     if config.name == "one_cycle":
         first = 1 / config.div_factor
@@ -62,18 +45,6 @@ def momentum(config: SchedulerConfig) -> Schedule | None:
     return _one_cycle(config, GREATEST_MOMENTUM, LEAST_MOMENTUM, GREATEST_MOMENTUM)
 
 
-def warmup_steps(config: SchedulerConfig) -> int:
-    """Length of the warm-up in optimizer steps."""
-    if config.warmup_steps is not None:
-        return config.warmup_steps
-    if not config.warmup_ratio:
-        return 0
-    if config.total_steps is None:
-        hint = "or give warmup_steps"
-        raise ConfigError("warmup_ratio needs the length of the run", where="scheduler.total_steps", hint=hint)
-    return round(config.warmup_ratio * config.total_steps)
-
-
 def floor_ratio(config: SchedulerConfig, lr: float) -> float:
     """The lowest rate as a share of the base rate."""
     if config.min_lr_ratio is not None:
@@ -83,35 +54,6 @@ def floor_ratio(config: SchedulerConfig, lr: float) -> float:
     if config.min_lr > lr:
         raise ConfigError(f"min_lr {config.min_lr:g} is above the base rate {lr:g}", where="scheduler.min_lr")
     return config.min_lr / lr
-
-
-def check_length(config: SchedulerConfig) -> None:
-    """Refuses a schedule whose length is missing, or taken up by its warm-up."""
-    total, warmup = config.total_steps, warmup_steps(config)
-    if total is None and config.name in NEED_TOTAL:
-        hint = "the number of optimizer steps, not of micro-batches"
-        raise ConfigError(f"{config.name} needs the length of the run", where="scheduler.total_steps", hint=hint)
-    if total is not None and warmup >= total:
-        raise ConfigError(f"warm-up takes {warmup} steps of a run of {total}", where="scheduler.warmup_steps")
-
-
-def check_fields(config: SchedulerConfig) -> None:
-    """Refuses fields that the schedule does not read, and a required one left out, whatever the run's length."""
-    for name, readers in _READ_BY.items():
-        if config.name not in readers and getattr(config, name) != type(config).model_fields[name].default:
-            hint = f"it is for {' and '.join(readers)}"
-            raise ConfigError(f"{config.name} has no {name}", where=f"scheduler.{name}", hint=hint)
-    floors = [f for f in ("min_lr", "min_lr_ratio") if getattr(config, f)]
-    if config.name == "constant" and floors:
-        raise ConfigError(f"a constant rate has no {floors[0]}", where=f"scheduler.{floors[0]}",
-                          hint="name a schedule that decays, cosine for example")  # fmt: skip
-    field, meaning = _REQUIRED.get(config.name, ("", ""))
-    if field and getattr(config, field) is None:
-        raise ConfigError(f"{config.name} needs {meaning}", where=f"scheduler.{field}")
-    if config.warmup_start is not None and not (config.warmup_steps or config.warmup_ratio):
-        raise ConfigError("there is no warm-up", where="scheduler.warmup_start", hint="give warmup_steps")
-    if config.warmup_start is not None and config.name == "one_cycle":
-        raise ConfigError("one_cycle starts at 1/div_factor", where="scheduler.warmup_start", hint="set div_factor")
 
 
 def _decay(config: SchedulerConfig, total: int, warmup: int, floor: float) -> Schedule:

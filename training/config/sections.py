@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PositiveFloat,
@@ -38,6 +39,15 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
+
+
+def _two(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError("expected two numbers")
+    return value
+
+
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_two)]
 
 
 class Section(BaseModel):
@@ -77,7 +87,7 @@ class GroupRule(Section):
     lr: PositiveFloat | None = None  # their base rate; it follows the same schedule
     lr_scale: NonNegative | None = None  # or a multiple of `optimizer.lr`; 0 leaves them as they are
     weight_decay: NonNegative | None = None
-    betas: tuple[Beta, Beta] | None = None  # this field and the following ones are for `name`, as under `optimizer`
+    betas: Betas | None = None  # this field and the following ones are for `name`, as under `optimizer`
     eps: PositiveFloat | None = None
     momentum: Beta | None = None
     nesterov: bool | None = None
@@ -115,7 +125,7 @@ class OptimizerConfig(Section):
 
     name: OptimizerName = "adamw"
     lr: PositiveFloat = 1e-3
-    betas: tuple[Beta, Beta] | None = None
+    betas: Betas | None = None
     eps: PositiveFloat | None = None
     weight_decay: NonNegative | None = None
     momentum: Beta | None = None  # sgd, rmsprop and muon
@@ -132,7 +142,7 @@ class OptimizerConfig(Section):
     batch_size: PositiveInt | None = None
     base_batch_size: PositiveInt = 256
     # The lowest and the highest rate to start from; `lr`, scaled with the batch, is brought into it.
-    lr_range: tuple[PositiveFloat, PositiveFloat] | None = None
+    lr_range: Annotated[tuple[PositiveFloat, PositiveFloat], BeforeValidator(_two)] | None = None
 
     @model_validator(mode="after")
     def _scaling_needs_a_batch_size(self) -> OptimizerConfig:

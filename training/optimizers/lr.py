@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from layerline.training.config import schedules
+from layerline.training.config.checks import NEED_TOTAL, warmup_steps
 from layerline.training.config.sections import Config
 from layerline.training.model.policy import Policy
 
@@ -30,14 +31,14 @@ class Rate(Policy):
         if config.scheduler.name == "plateau":
             floor = schedules.floor_ratio(config.scheduler, self.base)
             self.plateau = schedules.Plateau(config.scheduler, floor, config.higher_is_better)
-        plain = config.scheduler.name == "constant" and not schedules.warmup_steps(config.scheduler)
+        plain = config.scheduler.name == "constant" and not warmup_steps(config.scheduler)
         self._constant = plain and config.swa.lr is None
         self._averaged_from, self._averaged_lr = config.swa_start, config.swa.lr
         self._multiplier = 1.0
         self._momentum = schedules.momentum(config.scheduler)
         # The number of the update at which the schedule ends.
         self.end: int | None = None
-        if config.scheduler.name in schedules.NEED_TOTAL:
+        if config.scheduler.name in NEED_TOTAL:
             self.end = config.scheduler.total_steps
         self.set(0)
 

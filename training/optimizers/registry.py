@@ -80,9 +80,6 @@ def build(
     if config.name == "custom":
         hint = "ModelOptimizer(model, config, optimizer=…) with step() and zero_grad()"
         raise ConfigError("custom needs the optimizer itself", where="optimizer.name", hint=hint)
-    if config.ignored:
-        what = f"{config.name} has no {config.ignored}; it takes {config.takes}"
-        raise ConfigError(what, where=f"optimizer.{config.ignored}")
     by_rule: dict[str, tuple[list[Member], list[nn.Parameter]]] = {}
     for member, param in zip(members, stepped, strict=True):
         its_members, its_params = by_rule.setdefault(param_groups.rule_name(config, member), ([], []))

@@ -69,7 +69,7 @@ class ModelOptimizer:
             # The section of the configuration: optimizers themselves are given by the names of several models.
             fields = {"optimizer": optimizer, **fields}
             optimizer = None
-        self.config = aliases.load(aliases.with_keywords(config, fields), whole=True)
+        self.config = aliases.load({} if config is None else config, keywords=fields, whole=True)
         models = _by_name(model)
         optimizers = optimizer
         if not isinstance(optimizer, Mapping):
