@@ -49,6 +49,9 @@ def activation(
     if name == BOUND:
         low, high = min(np.sign(low), 0.0) * amax, amax
     scale, zero_point = steps_of(amax, wanted.dtype, low, high)
+    if wanted.block:
+        # The number that the scales of blocks, which are computed while running, are multiples of.
+        scale = scale_of(float(scale), "float8e4m3fn")
     return dataclasses.replace(_value(wanted, scale, amax, observed, name), zero_point=zero_point)
 
 

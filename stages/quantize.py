@@ -108,6 +108,9 @@ class Quantize(Stage):
     decides."""
     block_size: Literal[16, 32, 64, 128] = 32
     """Numbers of an int4 weight that share a scale; nvfp4 always has 16."""
+    dynamic: bool = False
+    """Layers in nvfp4 also read activations in nvfp4, quantised in blocks while running. Only TensorRT runs that; its
+    operator stands in the model."""
     max_drop: MaxDrop | None = None
     """Greatest loss of any metric that passes, in the metric's own units; `0.5%` is that part of the float model's
     value. Or by metric: `{accuracy: 0.5%, mse: {rise: 5%}}`, and the others are only shown. Judged by the point
@@ -141,6 +144,13 @@ class Quantize(Stage):
         if "int4" not in (info.data.get("mode", "int8"), *info.data.get("layers", {}).values()):
             raise ValueError("expected int4 as the mode or in layers with it")
         return size
+
+    @field_validator("dynamic")
+    @classmethod
+    def _check_dynamic(cls, dynamic: bool, info: ValidationInfo) -> bool:
+        if dynamic and "nvfp4" not in (info.data.get("mode", "int8"), *info.data.get("layers", {}).values()):
+            raise ValueError("expected nvfp4 as the mode or in layers with it")
+        return dynamic
 
     @field_validator("qat")
     @classmethod
@@ -221,7 +231,8 @@ class Quantize(Stage):
         with look.item("quantize"):
             inputs = look.need("signature").inputs
             # Half precision and blocks of weights need no ranges, but what the task gives is looked at.
-            calibrates = bool({"int8", "fp8", "awq", "gptq"} & {self._format, *self.layers.values(), *self.repairs})
+            wanted = {self._format, *self.layers.values(), *self.repairs}
+            calibrates = self.dynamic or bool({"int8", "fp8", "awq", "gptq"} & wanted)
             if self.mode != "none" and (calibrates or any(map(look.task.has, CALIBRATION_HOOKS))):
                 requested = self.samples if "samples" in self.model_fields_set else None
                 data_check.check_calibration(look, inputs, CALIBRATION_HOOKS, requested)
@@ -443,6 +454,7 @@ class Quantize(Stage):
             per_channel=self.per_channel,
             attention=self.attention,
             int4_block=self.block_size,
+            dynamic=self.dynamic,
             keep=formats.kept,
             forced=formats.quantized,
         )

@@ -17,8 +17,10 @@ import onnx_ir as ir
 
 from layerline.backends.light import Light
 from layerline.calib.plan import Kept, QuantPlan, QuantValue, Role
-from layerline.graph.analysis.ir_queries import add_initializer, constant, dim
+from layerline.graph.analysis.ir_queries import FreshNames, add_initializer, constant, dim
+from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.io.ir_convert import from_ir, to_ir
+from layerline.graph.quantization import dynamic_blocks
 from layerline.graph.quantization.naming import first_output, module_of
 from layerline.graph.quantization.qdq_placement import products
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of
@@ -68,7 +70,7 @@ def without(model: Light) -> Light:
             continue
         maker = data.producer()
         value = _as_float(graph, node)
-        if value is None and maker is not None and maker.op_type == "QuantizeLinear":
+        if value is None and maker is not None and maker.op_type in ("QuantizeLinear", dynamic_blocks.OP):
             value = maker.inputs[0]
         if value is not None:
             _replace(graph, node, value)
@@ -76,11 +78,24 @@ def without(model: Light) -> Light:
 
 
 def emulate(model: Light) -> Light:
-    """The same model with the numbers that weights in float4 stand for, which onnxruntime lacks; others as they are."""
+    """The same model without float4, which onnxruntime lacks: weights are the numbers that they stand for, and blocks
+    that are quantised while running are rounded by ordinary operators. What has no float4 is returned as it is."""
     if all(t.data_type != onnx.TensorProto.FLOAT4E2M1 for t in model.model.graph.initializer):
         return model
     copy = to_ir(model)
     graph = copy.graph
+    infer_types(copy)
+    names = FreshNames(copy)
+    for node in [each for each in graph if each.op_type == dynamic_blocks.OP]:
+        ordinary = dynamic_blocks.emulation(graph, names, node)
+        node.prepend(ordinary)
+        for use in list(node.outputs[0].uses()):
+            result = ordinary[-1].outputs[0]
+            name = use.node.outputs[0].name
+            use.node.outputs[0].name = names.fresh(f"{name}/float4")
+            _replace(graph, use.node, result)
+            result.name = name
+    graph.opset_imports.pop(dynamic_blocks.DOMAIN, None)
     for node in list(_dequantizers(graph)):
         # The weight itself, and before it its scales.
         data = [node.inputs[0], *(use.node.inputs[0] for use in node.outputs[0].uses() if use.node.inputs)]

@@ -29,6 +29,7 @@ from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.analysis.value_ranges import Ranges, greatest
 from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.io.opset import raise_opset
+from layerline.graph.quantization import dynamic_blocks
 from layerline.graph.quantization.channel_axes import channel_axis
 from layerline.graph.quantization.naming import first_output
 from layerline.graph.quantization.qdq_placement import Placement
@@ -234,17 +235,28 @@ class _Writer:
     def activation(self, value: ir.Value, item: QuantValue) -> ir.Value:
         """Adds Q and DQ right after the value; returns the dequantised value."""
         dtype = value.dtype or ir.DataType.FLOAT
+        if item.block:
+            whole = self.tensor(item.name + SCALE + SCALE, np.array(item.scales[0], dtype.numpy()))
+            nodes = dynamic_blocks.quantizing(self.names, value, whole, item.block, item.name)
+            for node in nodes:
+                node.metadata_props.update({MODULE: item.module} if item.module else {})
+            self.graph.opset_imports.setdefault(dynamic_blocks.DOMAIN, 1)
+            self._behind(value, nodes)
+            return nodes[-1].outputs[0]
         scale = self.tensor(item.name + SCALE, np.array(item.scales[0], dtype.numpy()))
         zero = self.tensor(item.name + ZERO_POINT, np.array(item.zero_point, numpy_dtype(item.dtype)))
         stored = ir.DataType[item.dtype.upper()]
         forth = self.node("QuantizeLinear", [value, scale, zero], item, QUANTIZED, stored, value.shape)
         back = self.node("DequantizeLinear", [forth.outputs[0], scale, zero], item, DEQUANTIZED, dtype, value.shape)
+        self._behind(value, [forth, back])
+        return back.outputs[0]
+
+    def _behind(self, value: ir.Value, nodes: list[ir.Node]) -> None:
         producer = value.producer()
         if producer is None:
-            self.first_reader[value].prepend([forth, back])
+            self.first_reader[value].prepend(nodes)
         else:
-            producer.append([forth, back])
-        return back.outputs[0]
+            producer.append(nodes)
 
     def weight(self, value: ir.Value, item: QuantValue, rounded: npt.NDArray[Any] | Stored | None) -> ir.Value:
         """Stores the weight and adds its DQ before the first reader; returns the dequantised weight."""

@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from layerline.backends.light import Model
 from layerline.calib.plan import Kept, Role, Wanted
-from layerline.graph.analysis.ir_queries import dim
+from layerline.graph.analysis.ir_queries import dim, rank
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.quantization.channel_axes import channel_axis, shared_scales, summed_axis, uneven
@@ -46,6 +46,7 @@ class Rules:
         format: of layers for which `formats` has none, of FORMATS.
         formats: of single layers, by the node's first output.
         int4_block: numbers of an int4 weight that share a scale.
+        dynamic: nvfp4 layers read quantised activations too.
         ops: operators to quantise, of OPS.
         skip: what stays float: value or node names, module paths (with everything below them), or globs of either.
         per_channel: one scale per output channel of a weight, not one per weight.
@@ -60,6 +61,7 @@ class Rules:
     format: str = "int8"
     formats: Mapping[str, str] = field(default_factory=dict)
     int4_block: int = FORMATS["int4"].block
+    dynamic: bool = False
     ops: Sequence[str] = OPS
     skip: Sequence[str] = ()
     per_channel: bool = True
@@ -241,6 +243,11 @@ class _Placing:
             self.kept[node] = f"it sums {weight.shape[axis]} products, no multiple of the {block} of a block"
         else:
             self._want(node, 1, "weight", entry.weight, axis, f"weight of {node.op_type}, in blocks", block)
+            # TensorRT's operator takes two or three axes.
+            axes = rank(node.inputs[0])
+            if self.rules.dynamic and name == "nvfp4" and axes in (2, 3) and not node.attributes.get_int("transA", 0):
+                why = f"input of {node.op_type}, in blocks, while running"
+                self._want(node, 0, "activation", entry.weight, axes - 1, why, block)
 
     def _add(self, node: ir.Node) -> None:
         convs = [self._fusing_conv(v) for v in node.inputs]

@@ -112,7 +112,7 @@ def shifts(
     weights = QuantPlan(values=tuple(v for v in plan.values if v.role == "weight"), kept=())
     stored = qdq.apply(model, weights, rounded)
     corrections: dict[str, npt.NDArray[np.float64]] = {}
-    activations = [v for v in plan.values if v.role == "activation"]
+    activations = [v for v in plan.values if v.role == "activation" and not v.block]
     # A value may be quantised to two types, each for layers of its own.
     for dtype in sorted({v.dtype for v in activations}):
         items = [v for v in activations if v.dtype == dtype]

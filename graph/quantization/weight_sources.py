@@ -25,10 +25,11 @@ def weight_of(value: ir.Value | None) -> npt.NDArray[Any] | None:
 def drop_unread(value: ir.Value) -> None:
     """Removes a constant that nothing reads any more, with the nodes that only led to it."""
     node = value.producer()
-    if value.uses() or value.is_graph_output():
-        return
     if node is None:
-        drop_initializer(value)
+        if not value.uses() and not value.is_graph_output():
+            drop_initializer(value)
+        return
+    if any(output.uses() or output.is_graph_output() for output in node.outputs):
         return
     read = [v for v in node.inputs if v is not None]
     if node.graph is not None:

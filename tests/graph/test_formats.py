@@ -269,3 +269,50 @@ def test_a_table_that_is_looked_up_too_keeps_its_float_numbers():
 def test_tensorrt_builds_blocks(name):
     _, quantized = quantized_model(PRODUCTS, f32(5, 64), rules=Rules(format=name))
     assert builds(quantized)
+
+
+def slow_dynamic(x, whole, block=16):
+    """What TensorRT's dynamic quantisation makes of an array in blocks along its last axis, one number at a time."""
+    out = np.zeros(x.shape, np.float32)
+    flat, result = x.reshape(-1, block), out.reshape(-1, block)
+    for row, target in zip(flat, result, strict=True):
+        multiple = slow_numpy.nearest(np.float32(np.abs(row).max()) / np.float32(6) / whole, slow_numpy.E4M3)
+        scale = np.float32(multiple) * whole
+        for i, number in enumerate(row):
+            target[i] = 0.0 if scale == 0 else slow_numpy.round_trip(number, scale, slow_numpy.E2M1)
+    return out
+
+
+@pytest.mark.parametrize("leading", [(3,), (2, 3)])
+def test_activations_in_float4_are_quantised_while_running(leading):
+    dims = ", ".join(["n", "m"][: len(leading)])
+    text = f"""g (float[{dims}, 64] x) => (float[{dims}, 8] y, float[{dims}, 64] z) {{
+      r = Relu (x) y = MatMul (r, w) z = Neg (r) }}"""
+    x = f32(*leading, 64, scale=5.0)
+    x[..., 16:32] *= 1e-5
+    x[0, ..., 32:48] = 0
+    net = model(text, w=f32(64, 8))
+    plan, quantized = quantized_model(net, x, rules=Rules(format="nvfp4", dynamic=True))
+    item = plan.value("r")
+    assert (item.dtype, item.block, item.axis) == ("float4e2m1", 16, len(leading)) and item.readers == (("y", 0),)
+    r = np.maximum(x, 0)
+    np.testing.assert_allclose(item.scales, r.max() / 6 / 448, rtol=1e-6)
+    [node] = [n for n in quantized.graph.node if n.op_type == "TRT_FP4DynamicQuantize"]
+    assert node.domain == "trt" and {e.domain for e in quantized.opset_import} == {"", "trt"}
+    light = own_qdq.emulate(split(quantized))
+    assert {e.domain for e in light.model.opset_import} == {""}
+    values = OnnxRuntime().open(light, ["r", "r/dequantized"]).run({"x": x})
+    expected = slow_dynamic(r, np.float32(item.scales[0]))
+    np.testing.assert_array_equal(values["r/dequantized"], expected)
+    weight = in_blocks(stored(net)["w"], 0, 16, "float4e2m1").dequantized()
+    np.testing.assert_allclose(values["y"], expected @ weight, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(values["z"], -r)
+    assert not own_qdq.present(own_qdq.without(split(quantized)))
+    np.testing.assert_allclose(run(own_qdq.without(split(quantized)).whole(), x)[0], r @ weight, rtol=1e-4, atol=1e-4)
+    assert builds(quantized)
+
+
+def test_a_value_of_more_axes_stays_float_in_front_of_a_weight_in_float4():
+    net = model("g (float[n, 2, 3, 32] x) => (float[n, 2, 3, 8] y) { y = MatMul (x, w) }", w=f32(32, 8))
+    placed = place(net, Rules(format="nvfp4", dynamic=True))
+    assert [(w.name, w.role) for w in placed.wanted] == [("w", "weight")]

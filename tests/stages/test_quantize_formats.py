@@ -8,6 +8,7 @@ from layerline.export.signature import Value
 from layerline.graph.io import onnx_files
 from layerline.pipeline.errors import TaskError
 from layerline.stages.quantize import Quantize
+from tests.graph.test_qdq import builds
 from tests.stages.test_quantize import CALIB, LABELLED, model, work  # noqa: F401 - a fixture
 from tests.stages.test_quantize_search import formats, searched  # noqa: F401 - a fixture
 
@@ -64,6 +65,15 @@ def test_weights_in_blocks_need_no_samples(work, mode, task):  # noqa: F811
         assert repaired.metrics["output_sqnr_db"] >= report.metrics["output_sqnr_db"]
     rest = Quantize(mode=mode, rest="fp16").run(made)
     assert rest.passed and rest.metrics["fp16_nodes"] > 0
+    if task and mode == "nvfp4":
+        for rest_type in ("fp32", "fp16"):
+            dynamic = Quantize(mode=mode, dynamic=True, rest=rest_type, bias_correction=True, repairs=["gptq"]).run(made)
+            assert dynamic.passed, dynamic.gates
+            assert dynamic.metrics["nvfp4_products"] == "2 of 2" and dynamic.metrics["quantized_activations"] == 2
+            assert 10 < dynamic.metrics["output_sqnr_db"] < 25
+            artifact = onnx_files.load(made.out / onnx_files.FILE)
+            assert [n.op_type for n in artifact.graph.node].count("TRT_FP4DynamicQuantize") == 2
+            assert builds(artifact)
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
@@ -78,7 +88,8 @@ def test_a_target_of_its_own_rules_passes_the_gates(work, target):  # noqa: F811
 @pytest.mark.parametrize(
     "fields", [{"mode": "fp8", "target": "openvino"}, {"mode": "qat", "target": "openvino"},
                {"target": "onnxruntime", "layers": {"head": "nvfp4"}}, {"block_size": 64},
-               {"mode": "int4", "block_size": 48}, {"mode": "nvfp4", "block_size": 32}],
+               {"mode": "int4", "block_size": 48}, {"mode": "nvfp4", "block_size": 32},
+               {"mode": "int4", "dynamic": True}],
 )  # fmt: skip
 def test_formats_that_a_target_lacks_are_refused(fields):
     with pytest.raises(ValidationError, match=r"expected|should be"):
