@@ -67,7 +67,8 @@ def test_weights_in_blocks_need_no_samples(work, mode, task):  # noqa: F811
     assert rest.passed and rest.metrics["fp16_nodes"] > 0
     if task and mode == "nvfp4":
         for rest_type in ("fp32", "fp16"):
-            dynamic = Quantize(mode=mode, dynamic=True, rest=rest_type, bias_correction=True, repairs=["gptq"]).run(made)
+            fields = {"rest": rest_type, "bias_correction": True, "repairs": ["gptq"]}
+            dynamic = Quantize(mode=mode, dynamic=True, **fields).run(made)
             assert dynamic.passed, dynamic.gates
             assert dynamic.metrics["nvfp4_products"] == "2 of 2" and dynamic.metrics["quantized_activations"] == 2
             assert 10 < dynamic.metrics["output_sqnr_db"] < 25
