@@ -433,6 +433,10 @@ def diff(
         Path | None,
         Option(metavar="DIR", help="For two models: write the smallest one that shows the first value listed."),
     ] = None,
+    by_channel: Annotated[
+        str,
+        Option(metavar="LAYER", help="For two models: show the error of each channel of a layer instead."),
+    ] = "",
     as_csv: Annotated[bool, Option("--csv", help="Print the table as CSV.")] = False,
 ) -> None:
     """Show each layer's errors, of a stage or between two stages, runs or ONNX files.
@@ -442,6 +446,7 @@ def diff(
     """
     from layerline.pipeline import diff_on
     from layerline.pipeline.debug import refuse_used
+    from layerline.pipeline.report import CHANNELS
     from layerline.views import json_output, screen, selection, tables, terminal
 
     _only_one(csv=as_csv, json=shared.as_json)
@@ -450,11 +455,14 @@ def diff(
     limits = selection.read_limits(fail_under or ())
     beside = None
     if other is None and not stage.endswith(".onnx"):
-        _refuse(data=data, repro=repro, why="needs two models: name a second stage or file")
+        why = "needs two models: name a second stage or file, as in pipe diff fuse quantize"
+        _refuse(data=data, repro=repro, by_channel=by_channel, why=why)
         report, beside = _of_stage(shared, stage, run_id, against, on, silent=silent)
     else:
         _refuse(against=against, on=on, why="is about one stage")
         further: dict[str, Any] = {"effect": sort in ("effect", "gain") or "effect" in limits, "order": sort or "own"}
+        _only_one(csv=as_csv, by_channel=by_channel)
+        further["channels"] = by_channel
         if repro is not None:
             _only_one(repro=repro, module=module)
             refuse_used(repro)
@@ -478,7 +486,10 @@ def diff(
         say(tables.csv_text(screen.cleaned(report), order, then, top), nl=False)
     else:
         document = json_output.diff(report.stage, report, beside, order, top, failing, failure)
-        shared.show(document, lambda out: terminal.diff(out, report, top or TOP, order, beside))
+        if by_channel:
+            shared.show(document, lambda out: terminal.report_tables(out, report, (CHANNELS,)))
+        else:
+            shared.show(document, lambda out: terminal.diff(out, report, top or TOP, order, beside))
     if repro is not None and not silent:
         say(f"wrote {repro}: the smallest model that shows the first value; repro.py runs it")
     if failure:
@@ -510,12 +521,14 @@ def _refuse(*, why: str, **options: object) -> None:
     """Refuses options that mean nothing here."""
     for name, value in options.items():
         if value:
-            raise ConfigError(f"it {why}", where=f"--{name}", hint="leave it out, or see: pipe diff --help")
+            raise ConfigError(
+                f"it {why}", where=f"--{name.replace('_', '-')}", hint="leave it out, or see: pipe diff --help"
+            )
 
 
 def _only_one(**options: object) -> None:
     """Refuses two options that exclude each other."""
-    used = [f"--{name}" for name, value in options.items() if value]
+    used = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
     if len(used) > 1:
         raise ConfigError(f"{' and '.join(used)} exclude each other", hint="give one of the two")
 

@@ -35,6 +35,7 @@ def joint(
     whole: Collection[int] = (),
     isolated: bool = False,
     settled: Collection[str] = (),
+    axes: Mapping[int, int] | None = None,
 ) -> Light:
     """The graph that runs both; its outputs are `<i>/<column>` and, where isolated, `<i>/isolated/<column>`.
 
@@ -43,6 +44,7 @@ def joint(
         measured: indices of the pairs that are measured.
         whole: indices of the pairs whose sides are outputs as they are.
         settled: values of both that the candidate's nodes read from the reference.
+        axes: instead of these measures, the columns of `Measures.by_channel` along these axes, where isolated.
     """
     reference, pairs = _unreserved(reference, list(pairs))
     a, b = reference.model, candidate.model
@@ -60,6 +62,10 @@ def joint(
         if i not in measured:
             continue
         other = outer.get(pair.b, B + pair.b)
+        if axes is not None:
+            alone = ISOLATED + pair.b if pair.b in computed_b else other
+            measures.by_channel(str(i), pair, (other, alone), axes[i])
+            continue
         measures.add(str(i), pair, other, whole=i in whole)
         # An index is no error of its own: it follows the data that it points into.
         if isolated and pair.pointer is None:

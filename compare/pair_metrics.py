@@ -53,6 +53,12 @@ _INTEGER_ERROR = """f = Abs (d)
  differ = Not (same)
  least = Cast <to = 11> (differ)
  e = Max (f, least)"""
+_CHANNELS = """ x = Cast <to = 11> (a)
+ y = Cast <to = 11> (b)
+ z = Cast <to = 11> (alone)
+ d = Sub (x, y)
+ f = Sub (x, z)
+ e = Abs (f)"""
 # How many elements differ, of how many.
 _DIFFERING = """same = Equal (a, b)
  differ = Not (same)
@@ -195,16 +201,34 @@ class Measures:
         self.nodes.append(op)
         self.outputs.append(helper.make_empty_tensor_value_info(name))
 
-    def _rows(self) -> str:
-        # The axes moved from an attribute to an input: of ReduceSum at 13, of the others at 18.
-        def reduce(op: str, value: str, axis: str, number: int, keep: int) -> str:
-            if self.opset >= (13 if op == "Sum" else 18):
-                return f"Reduce{op} <keepdims = {keep}> ({value}, {axis})"
-            return f"Reduce{op} <axes = [{number}], keepdims = {keep}> ({value})"
+    def by_channel(self, tag: str, pair: Pair, others: tuple[str, str], axis: int) -> None:
+        """Measures a pair of floats along an axis: a vector a column, over all other axes.
 
-        squares = {f"square_{value}": reduce("SumSquare", value, "last", -1, 1) for value in ("a", "b", "d")}
-        sum_e = reduce("Sum", "e", "last", -1, 1)
-        return _ROWS.format(**squares, sum_e=sum_e, total=reduce("Sum", "flat", "first", 0, 0))
+        Args:
+            others: the candidate's side, and the same computed from the reference's values.
+        """
+        axes = [place for place in range(pair.rank) if place != axis]
+        columns = {"aa": "SumSquare (x)", "ee": "SumSquare (d)", "own": "SumSquare (f)"}
+        columns |= {"peak": "Max (e)", "least": "Min (x)", "greatest": "Max (x)"}
+        body = f"axes = Constant <value = int64[{len(axes)}] {{{', '.join(map(str, axes))}}}> ()\n"
+        body += _CHANNELS
+        for column, text in columns.items():
+            op, _, value = text.partition(" ")
+            body += f"\n {column} = {self._reduce(op, value.strip('()'), 'axes', axes, 0)}"
+        inputs = [pair.a, *others]
+        self._call(f"Channels{pair.rank}of{axis}", "a, b, alone", list(columns), body, inputs, tag)
+        self.outputs += [helper.make_empty_tensor_value_info(f"{tag}/{column}") for column in columns]
+
+    def _rows(self) -> str:
+        squares = {f"square_{value}": self._reduce("SumSquare", value, "last", [-1], 1) for value in ("a", "b", "d")}
+        sum_e = self._reduce("Sum", "e", "last", [-1], 1)
+        return _ROWS.format(**squares, sum_e=sum_e, total=self._reduce("Sum", "flat", "first", [0], 0))
+
+    def _reduce(self, op: str, value: str, axes: str, numbers: list[int], keep: int) -> str:
+        # The axes moved from an attribute to an input: of ReduceSum at 13, of the others at 18.
+        if self.opset >= (13 if op == "Sum" else 18):
+            return f"Reduce{op} <keepdims = {keep}> ({value}, {axes})"
+        return f"Reduce{op} <axes = {numbers}, keepdims = {keep}> ({value})"
 
     def _pointed_at(self, tag: str, pointer: Pointer, index: str) -> str:
         body = f"""axis = Constant <value = int64[1] {{{pointer.axis}}}> ()

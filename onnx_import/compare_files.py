@@ -12,6 +12,7 @@ from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.backends.subprocess_build import GB, Limits, Log, bounded, machine_memory
+from layerline.compare.channel_errors import channel_errors
 from layerline.compare.compare_models import compare, computed_values, sides_of_qdq, why_two_sessions
 from layerline.compare.output_effects import with_effects
 from layerline.compare.region import reproduce
@@ -24,7 +25,8 @@ from layerline.graph.quantization import convert
 from layerline.onnx_import import allocation_sizes, feed_sources, symbolic_dims
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.inputs import npz
-from layerline.pipeline.report import Order, Report
+from layerline.pipeline.nearest import did_you_mean
+from layerline.pipeline.report import CHANNELS, Order, Report
 
 _MOST_MEMORY = 8 * GB
 _SECONDS = 1800
@@ -37,11 +39,13 @@ class Further:
 
     Attributes:
         effect: also measure what each layer does to the outputs.
+        channels: the layer, by its value or module, of which each channel is measured too; empty for none.
         repro: the folder that gets the smallest model that shows the first value of `order`; None for none.
         order: how the values are sorted for that.
     """
 
     effect: bool = False
+    channels: str = ""
     repro: Path | None = None
     order: Order = "own"
 
@@ -140,6 +144,16 @@ def _compared(
     report = Report(stage="files", records=records, notes=tuple(notes))
     if further.effect:
         report = with_effects(report, reference, candidate, feeds, pairs)
+    if further.channels:
+        chosen = [record for record in records if further.channels in (record.name, record.module)]
+        if not chosen:
+            names = {name for record in records for name in (record.name, record.where)}
+            hint = did_you_mean(further.channels, names) or "`pipe diff` without --by-channel lists the layers"
+            raise ConfigError(f"no layer is called {further.channels!r}", where="--by-channel", hint=hint)
+        rows = channel_errors(reference, candidate, feeds, chosen, pairs)
+        if not rows:
+            raise StageError(f"{further.channels} holds no floats with channels in both", where="--by-channel")
+        report = replace(report, tables={CHANNELS: rows})
     if further.repro is not None:
         if not records:
             raise StageError("the two models have no value of one name: there is nothing to show", where="--repro")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from layerline.backends.base import Feed
 from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.compare.channel_errors import channel_errors
 from layerline.compare.compare_models import compare
 from layerline.compare.output_effects import with_effects
 from layerline.compare.tensor_distance import Distance, diff_arrays
@@ -24,6 +25,7 @@ from layerline.graph.quantization.targets import FORMATS, OF_TYPE
 from layerline.parity import default_session, output_sqnr, plan_rounding
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import (
+    CHANNELS,
     CLIPPED,
     HISTOGRAMS,
     OWN,
@@ -37,6 +39,8 @@ from layerline.pipeline.report import (
 
 Row = dict[str, Scalar]
 _LAST_STEP = 127.5 / 127  # what is less than half a step beyond the range is rounded into it
+_BY_CHANNEL = 8  # layers, those with the lowest own SQNR
+_CHANNELS = 32  # of a layer
 _ROUNDED = 2  # feeds on which activations are rounded by numpy
 
 
@@ -327,7 +331,11 @@ def with_samples(report: Report, converted: Converted, feeds: Sequence[Feed]) ->
             added = {"sqnr_db": losses[name].sqnr_db, "clipped_there": beyond[name] / losses[name].count}
         rows[name, dtype] = {**row, **added}
     tables = {**report.tables, "quantized": list(rows.values())}
-    return dataclasses.replace(report, tables=tables)
+    worst = [record for record in report.sorted("own") if record.own_db is not None][:_BY_CHANNEL]
+    in_order = [record for record in report.records if record in worst]
+    few = feeds[:_ROUNDED]
+    channels = channel_errors(converted.reference, converted.measured, few, in_order, most=_CHANNELS)
+    return dataclasses.replace(report, tables={**tables, CHANNELS: channels})
 
 
 def _with_columns(record: LayerDiff, rows: Mapping[tuple[str, str], Row], converted: Converted) -> LayerDiff:

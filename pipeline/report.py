@@ -59,6 +59,8 @@ RESCALED = "/rescaled"
 """Behind the name of a value whose channels quantisation scaled: its numbers are not those of the float model's."""
 _SORTED_BY = {"own": OWN, "sqnr": "sqnr_db", "effect": EFFECT, "gain": GAIN, "clipped": CLIPPED}
 
+CHANNELS = "channels"
+"""The table of a report that has a row for each channel of a few layers, the worst channels of a layer first."""
 HISTOGRAMS = "histograms"
 """The table of a report whose rows are drawn and not listed: `Histogram.profile` of values, with their ranges."""
 CONVERGENCE = "convergence"

@@ -213,6 +213,13 @@ def test_the_command_needs_no_project(
     code, out, err = pipe(*files, "--repro", "bug", "--sort", "effect")
     assert "wrote bug: " in out
     assert code == 0 and "outputs dB" in out and (tmp_path / "bug" / "repro.py").is_file()
+    code, out, err = pipe(*files, "--by-channel", "h", "--json")
+    rows = json.loads(out)["report"]["tables"]["channels"]
+    assert code == 0 and [row["channel"] for row in rows] == [1, 0] and rows[1]["own_sqnr_db"] == "inf"
+    code, out, err = pipe(*files, "--by-channel", "h")
+    assert code == 0 and "channels\nvalue " in out and "own dB" in out
+    code, _, err = pipe(*files, "--by-channel", "hh")
+    assert code == 2 and "no layer is called 'hh'" in err and "did you mean 'h'" in err
     wrong = (
         [*files, "--repro", "bug"],
         ["a.onnx", "--repro", "no"],
@@ -220,6 +227,8 @@ def test_the_command_needs_no_project(
         ["a.onnx", "b.onnx"],
         ["a.onnx", "no.onnx", *files[2:]],
         [*files, "--on", "openvino"],
+        [*files, "--by-channel", "h", "--csv"],
+        ["a.onnx", "--by-channel", "h"],
     )
     for arguments in wrong:
         code, out, err = pipe(*arguments)

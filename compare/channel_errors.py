@@ -1,0 +1,159 @@
+"""The error of single layers by channel: which of them make it, and whether their values or weights stand out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from layerline.backends.base import Array, Feed
+from layerline.backends.light import Light, Model, split
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.compare.compare_models import Comparison
+from layerline.compare.comparison_graph import joint
+from layerline.pipeline.errors import StageError
+from layerline.pipeline.report import LayerDiff, Scalar, decibels
+
+# The axis of an operator's result that counts its channels.
+_AXES = dict.fromkeys(("Conv", "ConvTranspose", "BatchNormalization", "InstanceNormalization", "MaxPool"), 1)
+_AXES |= dict.fromkeys(("Gemm", "MatMul", "LayerNormalization", "RMSNormalization"), -1)
+# The result has the channels of what they read.
+_ELEMENTWISE = frozenset(("Add", "Cast", "Clip", "Div", "Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul"))
+_ELEMENTWISE |= {"PRelu", "Relu", "Sigmoid", "Sub", "Tanh"}
+Row = dict[str, Scalar]
+
+
+def channel_errors(
+    reference: Model,
+    candidate: Model,
+    feeds: Sequence[Feed],
+    records: Sequence[LayerDiff],
+    names: Mapping[str, str] | None = None,
+    *,
+    most: int | None = None,
+) -> list[Row]:
+    """A row for each channel of each layer, the worst channels of a layer first.
+
+    `own_sqnr_db`, `max_abs` and `share` (of the layer's error) are with exact inputs, `sqnr_db` is cumulative, `least`
+    and `greatest` are of the reference, and `weight_ratio` is the greatest weight beside that of half of the channels.
+
+    Args:
+        records: the rows of the layers in a comparison of the two models.
+        names: as `compare` takes `pairs`.
+        most: so many channels of a layer have a row at most.
+
+    Returns:
+        The rows. Without layers that hold no floats or have another shape in the candidate, and none where the two
+        models can't share a graph.
+    """
+    light_a, light_b = split(reference), split(candidate)
+    runtime = OnnxRuntime(few_runs=True)
+    comparison = Comparison(light_a, light_b, names, True, runtime)
+    by_name = {record.name: record for record in records}
+    makers = {output: node for node in light_a.model.graph.node for output in node.output}
+    axes: dict[int, int] = {}
+    for index, pair in enumerate(comparison.pairs):
+        if pair.a in by_name and pair.is_float and pair.rank > 1:
+            axes[index] = _axis(makers, pair.a, pair.rank)
+    if not axes or not comparison.one_graph:
+        return []
+    graph = joint(light_a, light_b, comparison.pairs, measured=axes, axes=axes, isolated=True)
+    totals: dict[str, Array] = {}
+    try:
+        session = runtime.open(graph)
+        for feed in feeds:
+            for name, array in session.run({key: feed[key] for key in session.inputs if key in feed}).items():
+                totals[name] = _joined(name, totals[name], array) if name in totals else array
+    except (StageError, ValueError):
+        # Another shape in the candidate, or a number of channels that differs from feed to feed.
+        return []
+    rows: list[Row] = []
+    for index, axis in axes.items():
+        record = by_name[comparison.pairs[index].a]
+        columns = {column: totals[f"{index}/{column}"] for column in ("aa", "ee", "own", "peak", "least", "greatest")}
+        greatest_weights = _greatest_weights(light_a, makers.get(record.name), len(columns["aa"]))
+        rows += _rows(record, axis, columns, greatest_weights)[:most]
+    return rows
+
+
+def _joined(name: str, total: Array, array: Array) -> Array:
+    """The column of two feeds together."""
+    column = name.rpartition("/")[2]
+    if column == "least":
+        return np.minimum(total, array)
+    if column in ("peak", "greatest"):
+        return np.maximum(total, array)
+    return np.add(total, array)
+
+
+def _rows(record: LayerDiff, axis: int, columns: Mapping[str, Array], greatest_weights: Array | None) -> list[Row]:
+    error = float(columns["own"].sum())
+    typical = 0.0 if greatest_weights is None else float(np.median(greatest_weights))
+    rows: list[Row] = []
+    for channel in range(len(columns["aa"])):
+        own, signal = float(columns["own"][channel]), float(columns["aa"][channel])
+        row: Row = {"value": record.name, "module": record.module, "op": record.op, "axis": axis, "channel": channel}
+        row["channels"] = len(columns["aa"])
+        row["own_sqnr_db"] = decibels(signal, own)
+        row["sqnr_db"] = decibels(signal, float(columns["ee"][channel]))
+        row["share"] = own / error if error > 0 and np.isfinite(error) else None
+        row["max_abs"] = float(columns["peak"][channel])
+        row["least"] = float(columns["least"][channel])
+        row["greatest"] = float(columns["greatest"][channel])
+        row["weight_ratio"] = None
+        if greatest_weights is not None and typical > 0:
+            row["weight_ratio"] = float(greatest_weights[channel]) / typical
+        rows.append(row)
+    return sorted(rows, key=_place)
+
+
+def _place(row: Row) -> tuple[float, float]:
+    """Sorts the channels of a layer by SQNR, NaN before all others, and those without a signal by their error."""
+    own = float(row["own_sqnr_db"] or 0.0)
+    return (-np.inf if np.isnan(own) else own), -float(row["max_abs"] or 0.0)
+
+
+def _axis(makers: Mapping[str, onnx.NodeProto], value: str, rank: int) -> int:
+    """The axis of a value that counts its channels, from the operator behind it."""
+    node = makers.get(value)
+    while node is not None and node.op_type in _ELEMENTWISE:
+        node = next((makers[name] for name in node.input if name in makers), None)
+    # Images have their channels second, sequences and tables last.
+    usual = 1 if rank > 3 else -1
+    return _AXES.get("" if node is None else node.op_type, usual) % rank
+
+
+def _greatest_weights(model: Light, node: onnx.NodeProto | None, channels: int) -> Array | None:
+    """The greatest magnitude of the weights of each output channel; None for a layer without a stored weight."""
+    if node is None or len(node.input) < 2:
+        return None
+    weight = _stored(model, node.input[1])
+    attributes = {attribute.name: attribute.i for attribute in node.attribute}
+    if weight is None or weight.ndim < 2 or not weight.size:
+        return None
+    if node.op_type == "ConvTranspose":
+        # (inputs, outputs / group, ...): the outputs of a group stand together.
+        groups = attributes.get("group", 1)
+        magnitudes = np.abs(weight).reshape(groups, -1, *weight.shape[1:]).max(axis=1)
+        greatest = magnitudes.reshape(groups * weight.shape[1], -1).max(axis=1)
+    elif node.op_type == "Conv" or (node.op_type == "Gemm" and attributes.get("transB", 0)):
+        greatest = np.abs(weight).reshape(len(weight), -1).max(axis=1)
+    elif node.op_type in ("Gemm", "MatMul"):
+        greatest = np.abs(weight).reshape(-1, weight.shape[-1]).max(axis=0)
+    else:
+        return None
+    return greatest if len(greatest) == channels else None
+
+
+def _stored(model: Light, name: str) -> Array | None:
+    array: Array
+    if name in model.weights:
+        array = model.weights[name].numpy()
+        return array
+    for tensor in model.model.graph.initializer:
+        if tensor.name == name:
+            array = numpy_helper.to_array(tensor)
+            return array
+    return None
