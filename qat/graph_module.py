@@ -8,7 +8,6 @@ trained weights go back under their names.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,24 +22,24 @@ from torch import Tensor, nn
 
 from layerline.backends.light import Light
 from layerline.calib.plan import QuantPlan, QuantValue
-from layerline.graph.analysis.ir_queries import subgraphs
+from layerline.graph.analysis.ir_queries import captures, subgraphs
 from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.quantization.naming import first_output
-from layerline.graph.quantization.targets import WEIGHTED
-from layerline.graph.quantization.weight_sources import weight_of
 from layerline.pipeline.errors import StageError, brief, ran_out_of_memory
 from layerline.qat.fake_quant import FakeQuant
-from layerline.qat.operators import OUTPUTS, TABLE
+from layerline.qat.operators import TABLE
+from layerline.qat.stored_tensors import PASSES, attribute_value, in_torch, rank_of, stored, trained_names
+from layerline.qat.windows import OUTPUTS
 
-_NORMS = {"BatchNormalization": (1, 2), "InstanceNormalization": (1, 2), "GroupNormalization": (1, 2),
-          "LayerNormalization": (1, 2), "RMSNormalization": (1,)}  # fmt: skip
-_PASSES = ("Identity", "Transpose", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Flatten")
 Watch = Callable[[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class _Operation:
-    """One node: what it reads and computes, by name; after it the values in `spent` are not needed any more."""
+    """One node: what it reads and computes, by name; after it the values in `spent` are not needed any more.
+
+    `bodies` are the branches of an If, then and else, or the body of a Loop.
+    """
 
     name: str
     op: str
@@ -50,6 +49,7 @@ class _Operation:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     spent: tuple[str, ...]
+    bodies: tuple[_Body, ...] = ()
 
     def run(self, inputs: Sequence[Tensor | None]) -> Any:
         """One tensor, or a tuple of them."""
@@ -71,10 +71,21 @@ class _Operation:
             ) from error
 
 
+@dataclass(frozen=True)
+class _Body:
+    """A graph inside a node. `constants` has the buffer of each tensor that it stores."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    steps: Sequence[_Operation]
+    constants: Mapping[str, str]
+
+
 class GraphModule(nn.Module):
     """Runs an ONNX graph in torch.
 
-    Trained are the float32 weights and biases of products and normalisation layers; every other constant stays. The
+    Trained are the float32 weights and biases of products, normalisation and recurrent layers of the main graph; every
+    other constant stays. The
     zeros of a weight with two axes or more stay zeros, as pruning left them.
 
     Args:
@@ -97,14 +108,16 @@ class GraphModule(nn.Module):
         self.outputs = [o.name or "" for o in graph.outputs]
         self.weights, self.constants, self.masks, self.quantizers = (nn.Module() for _ in range(4))
         self._stored: list[tuple[str, nn.Module, str]] = []
+        self._count = -1
         self._fakes: dict[tuple[str, str], str] = {}
         self.quantized: dict[tuple[str, str, int], str] = {}
-        tensors = _stored(graph)
-        trained = _trained(graph, tensors)
+        tensors = stored(graph)
+        trained = trained_names(graph, tensors)
         for name, tensor in tensors.items():
-            self._store(name, tensor, name in trained)
+            owner = self.weights if name in trained else self.constants
+            self._stored.append((name, owner, self._store(name, tensor, owner)))
         for item in plan.values if plan is not None else ():
-            self._fake_quantize(item, _rank(graph, item), learned)
+            self._fake_quantize(item, rank_of(graph, item), learned)
         self.steps = self._compile(graph, {item.domain: item.version for item in model.model.opset_import})
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -124,21 +137,68 @@ class GraphModule(nn.Module):
                 shapes that the graph does not take.
         """
         values: dict[str, Tensor] = {**self._constants(), **feed}
-        for step in self.steps:
+        self._run(self.steps, values, watch)
+        return {name: values[name] for name in self.outputs}
+
+    def _run(self, steps: Sequence[_Operation], values: dict[str, Tensor], watch: Watch | None = None) -> None:
+        """Adds what the steps compute to the values."""
+        for step in steps:
             inputs = [self._read(values, name, (step.name, i)) for i, name in enumerate(step.inputs)]
-            results = step.run(inputs)
+            if step.op == "If" and step.bodies:
+                results = self._in_body(step.bodies[0 if bool(inputs[0]) else 1], values, ())
+            elif step.bodies:
+                results = self._loop(step, inputs, values)
+            else:
+                results = step.run(inputs)
             for name, result in zip(step.outputs, results if isinstance(results, tuple) else (results,), strict=False):
                 watched = watch is not None and name and result.is_floating_point()
                 values[name] = watch(name, result) if watched else result  # type: ignore[misc]
             for name in step.spent:
                 values.pop(name, None)
-        return {name: values[name] for name in self.outputs}
+
+    def _in_body(
+        self, body: _Body, values: Mapping[str, Tensor], inputs: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """The outputs of a body, which reads the values around it too."""
+        inner = dict(values)
+        inner.update((name, getattr(self.constants, key)) for name, key in body.constants.items())
+        inner.update((name, tensor) for name, tensor in zip(body.inputs, inputs, strict=True) if tensor is not None)
+        self._run(body.steps, inner)
+        return tuple(inner[name] for name in body.outputs)
+
+    def _loop(
+        self, step: _Operation, inputs: Sequence[Tensor | None], values: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """The carried values after the last pass, and what the passes gave each, stacked."""
+        (body,) = step.bodies
+        limit, condition, *_ = inputs
+        carried = [tensor for tensor in inputs[2:] if tensor is not None]
+        count = len(carried)
+        columns: list[list[Tensor]] = [[] for _ in range(len(body.outputs) - 1 - count)]
+        goes_on = condition is None or bool(condition)
+        passes = 0
+        while goes_on and (limit is None or passes < int(limit)):
+            counted = torch.tensor(passes, device=self._device(values))
+            going, *results = self._in_body(body, values, (counted, torch.ones_like(counted).bool(), *carried))
+            # Without a first condition ONNX ignores what the body says.
+            goes_on = condition is None or bool(going)
+            carried = results[:count]
+            for column, result in zip(columns, results[count:], strict=True):
+                column.append(result)
+            passes += 1
+        if columns and not passes:
+            raise _no_gradient("Loop without a pass", step.name)
+        return (*carried, *(torch.stack(column) for column in columns))
+
+    @staticmethod
+    def _device(values: Mapping[str, Tensor]) -> torch.device:
+        return next(iter(values.values())).device
 
     def scales(self) -> dict[tuple[str, str], np.ndarray[Any, np.dtype[np.float32]]]:
         """The present scales of each fake-quantised value, by its name and the type that it is quantised to."""
         values = self._constants()
         for step in self.steps:  # weights behind a Transpose or the like
-            if step.op in _PASSES and all(name in values for name in step.inputs):
+            if step.op in PASSES and all(name in values for name in step.inputs):
                 values[step.outputs[0]] = step.run([values[name] for name in step.inputs])
         scales = {}
         for (name, dtype), key in self._fakes.items():
@@ -187,19 +247,21 @@ class GraphModule(nn.Module):
             values[fake] = getattr(self.quantizers, key)(values[name])
         return values[fake]
 
-    def _store(self, name: str, tensor: ir.TensorProtocol, trained: bool) -> None:
-        key = f"{re.sub(r'[^0-9A-Za-z_]', '_', name)}_{len(self._stored)}"
-        data = _tensor(tensor)
-        if trained and data.dtype != torch.float32:
+    def _store(self, name: str, tensor: ir.TensorProtocol, owner: nn.Module) -> str:
+        """Keeps a tensor as a parameter, or as a buffer that stays; returns the attribute of `owner`."""
+        self._count += 1
+        key = f"{re.sub(r'[^0-9A-Za-z_]', '_', name)}_{self._count}"
+        data = in_torch(tensor)
+        if owner is self.constants:
+            owner.register_buffer(key, data, persistent=False)
+            return key
+        if data.dtype != torch.float32:
             kind = str(data.dtype).removeprefix("torch.")
             raise StageError(f"training needs float32 weights, and this one is {kind}", where=name)
-        if trained:
-            self.weights.register_parameter(key, nn.Parameter(data))
-            if data.ndim > 1 and bool(data.any()) and not bool(data.all()):
-                self.masks.register_buffer(key, (data != 0).float(), persistent=False)
-        else:
-            self.constants.register_buffer(key, data, persistent=False)
-        self._stored.append((name, self.weights if trained else self.constants, key))
+        owner.register_parameter(key, nn.Parameter(data))
+        if data.ndim > 1 and bool(data.any()) and not bool(data.all()):
+            self.masks.register_buffer(key, (data != 0).float(), persistent=False)
+        return key
 
     def _fake_quantize(self, item: QuantValue, rank: int, learned: bool) -> None:
         if item.dtype not in ("int8", "float8e4m3fn") or item.zero_point != 0:
@@ -217,30 +279,59 @@ class GraphModule(nn.Module):
         self.quantized |= {(item.name, *reader): key for reader in item.readers}
 
     def _compile(self, graph: ir.Graph, opsets: Mapping[str, int]) -> list[_Operation]:
-        reads = Counter(value.name for node in graph for value in node.inputs if value is not None)
-        stored = _stored(graph)
-        kept = {*self.outputs, *stored}
+        reads = Counter(name for node in graph for name in _read_by(node))
+        stored_names = stored(graph)
+        kept = {*stored_names, *(value.name for value in graph.outputs)}
         fakes = [(name, f"{name}\0{key}") for (name, _), key in self._fakes.items()]
-        steps = []
+        steps: list[_Operation] = []
         for node in graph:
-            if node.outputs and node.outputs[0].name in stored:
+            if node.outputs and node.outputs[0].name in stored_names:
                 continue
-            if subgraphs(node):
-                raise _no_gradient(node.op_type, node.outputs[0].name or "")
             inputs = tuple("" if value is None else value.name or "" for value in node.inputs)
             outputs = tuple(value.name or "" for value in node.outputs)
-            attrs = {name: _attribute(attribute) for name, attribute in node.attributes.items()}
+            bodies = tuple(self._body(body, opsets) for body in _bodies_of(node))
+            attrs: dict[str, Any] = {}
+            for name, attribute in node.attributes.items():
+                if attribute.type != ir.AttributeType.GRAPH:
+                    attrs[name] = attribute_value(attribute)
             attrs[OUTPUTS] = sum(bool(value.uses() or value.is_graph_output()) for value in node.outputs)
             operator = TABLE.get(node.op_type) if node.domain == "" else None
-            reads.subtract(name for name in inputs if name)
-            spent = tuple(name for name in dict.fromkeys(inputs) if name and not reads[name] and name not in kept)
+            names = _read_by(node)
+            reads.subtract(names)
+            # In a body that is a copy: what the graph around it needs stays there.
+            spent = tuple(name for name in dict.fromkeys(names) if not reads[name] and name not in kept)
             spent += tuple(fake for name, fake in fakes if name in spent)
+            reference = _Reference(node, opsets)
             steps.append(
-                _Operation(
-                    first_output(node), node.op_type, operator, _Reference(node, opsets), attrs, inputs, outputs, spent
-                )
+                _Operation(first_output(node), node.op_type, operator, reference, attrs, inputs, outputs, spent, bodies)
             )
         return steps
+
+    def _body(self, graph: ir.Graph, opsets: Mapping[str, int]) -> _Body:
+        constants = {name: self._store(name, tensor, self.constants) for name, tensor in stored(graph).items()}
+        inputs = tuple(value.name or "" for value in graph.inputs)
+        outputs = tuple(value.name or "" for value in graph.outputs)
+        return _Body(inputs, outputs, self._compile(graph, opsets), constants)
+
+
+def _read_by(node: ir.Node) -> list[str]:
+    """The names of what a node and its bodies read."""
+    return [value.name for value in (*node.inputs, *captures(node)) if value is not None and value.name]
+
+
+def _bodies_of(node: ir.Node) -> list[ir.Graph]:
+    """The branches of an If, then and else, or the body of a Loop.
+
+    Raises:
+        StageError: the node is another one with bodies.
+    """
+    if not subgraphs(node):
+        return []
+    if node.op_type == "If" and node.domain == "":
+        return [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
+    if node.op_type == "Loop" and node.domain == "":
+        return [node.attributes["body"].as_graph()]
+    raise _no_gradient(node.op_type, first_output(node))
 
 
 class _Reference:
@@ -269,84 +360,3 @@ class _Reference:
 def _no_gradient(op: str, where: str) -> StageError:
     hint = "mode: int8 quantises the model without training"
     return StageError(f"training with fake quantisation has no gradient for this {op}", where=where, hint=hint)
-
-
-def _stored(graph: ir.Graph) -> dict[str, ir.TensorProtocol]:
-    """The tensors that a graph stores, as initializers and in Constants, by name."""
-    tensors: dict[str, ir.TensorProtocol] = {}
-    for name, value in graph.initializers.items():
-        assert value.const_value is not None
-        tensors[name] = value.const_value
-    for node in graph:
-        if node.op_type == "Constant" and "value" in node.attributes:
-            tensors[node.outputs[0].name or ""] = node.attributes["value"].as_tensor()
-    return tensors
-
-
-def _trained(graph: ir.Graph, tensors: Mapping[str, ir.TensorProtocol]) -> set[str]:
-    """Stored float tensors that are weights or biases of products, or of normalisation layers."""
-    names: set[str] = set()
-    for node in graph:
-        places: tuple[int, ...] = ()
-        if node.domain == "" and node.op_type in WEIGHTED:
-            places = (0, 1, 2)
-        elif node.domain == "":
-            places = _NORMS.get(node.op_type, ())
-            if node.op_type == "Add" and any(_has_weight(v) for v in node.inputs):
-                places = (0, 1)
-        for place in places:
-            name = _stored_source(node.inputs[place]) if place < len(node.inputs) else ""
-            if not name or not tensors[name].dtype.is_floating_point():
-                continue
-            sizes = tensors[name].shape.numpy()
-            # A constant added to a product is its bias where it has one number for each channel; a mask has not.
-            if node.op_type != "Add" or math.prod(sizes) == max(sizes, default=0):
-                names.add(name)
-    return names
-
-
-def _has_weight(value: ir.Value | None) -> bool:
-    """Whether a product of activations with a stored weight computes the value."""
-    node = value.producer() if value is not None else None
-    if node is None or node.op_type not in WEIGHTED:
-        return False
-    return any(_stored_source(operand) for operand in node.inputs[:2])
-
-
-def _stored_source(value: ir.Value | None) -> str:
-    """The stored tensor that a value holds, behind operators that only move its numbers; empty where there is none."""
-    while value is not None:
-        node = value.producer()
-        if node is None:
-            return (value.name or "") if value.is_initializer() else ""
-        if node.op_type == "Constant" and "value" in node.attributes:
-            return value.name or ""
-        if node.op_type not in _PASSES:
-            return ""
-        value = node.inputs[0]
-    return ""
-
-
-def _rank(graph: ir.Graph, item: QuantValue) -> int:
-    """The number of axes of a value whose scales run along one of them."""
-    for node in graph:
-        for value in node.inputs:
-            if value is not None and value.name == item.name and item.axis is not None:
-                array = weight_of(value)
-                if array is None:
-                    raise StageError("its scales run along an axis, and it is not constant", where=item.name)
-                return array.ndim
-    return 0
-
-
-def _tensor(tensor: ir.TensorProtocol) -> Tensor:
-    array = np.array(tensor.numpy())  # a copy: training changes it in place
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def _attribute(attribute: ir.Attr) -> Any:
-    if attribute.type == ir.AttributeType.TENSOR:
-        return _tensor(attribute.as_tensor())
-    return attribute.value

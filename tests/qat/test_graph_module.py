@@ -151,7 +151,7 @@ def test_pruned_weights_stay_zero_and_the_others_move():
 def test_an_operator_without_a_gradient_is_named_before_anything_is_trained():
     text = """g (float[4, n, 3] x) => (float[4, 1, n, 2] y) {
       l = MatMul (x, w)
-      y, h, c = LSTM <hidden_size = 2> (l, a, b)
+      y, h, c = LSTM <hidden_size = 2, clip = 1.0> (l, a, b)
     }"""
     weights = {"w": (3, 3), "a": (1, 8, 3), "b": (1, 8, 2)}
     model = light(text, **{name: RNG.standard_normal(shape).astype(np.float32) for name, shape in weights.items()})
@@ -160,13 +160,113 @@ def test_an_operator_without_a_gradient_is_named_before_anything_is_trained():
     assert error.value.where == "y" and "mode: int8" in error.value.hint
 
 
-def test_a_graph_with_branches_is_refused():
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize(
+    ("op", "gates", "states"), [("LSTM", 4, 2), ("GRU", 3, 1), ("GRU <linear_before_reset = 1>", 3, 1), ("RNN", 1, 1)]
+)
+def test_recurrent_layers_are_those_of_onnxruntime_and_their_weights_are_trained(op, gates, states, direction):
+    name, _, more = op.partition(" <")
+    count = 2 if direction == "bidirectional" else 1
+    attributes = ", ".join(filter(None, ["hidden_size = 5", f'direction = "{direction}"', more.rstrip(">")]))
+    starts = ["h0", "c0"][:states]
+    text = f"""g (float[7, n, 3] x) => (float[7, {count}, n, 5] y, float[{count}, n, 5] h) {{
+      l = MatMul (x, v)
+      y, h = {name} <{attributes}> (l, w, r, b, , {", ".join(starts)})
+    }}"""
+    shapes = {"v": (3, 3), "w": (count, gates * 5, 3), "r": (count, gates * 5, 5), "b": (count, 2 * gates * 5)}
+    shapes.update(dict.fromkeys(starts, (count, 4, 5)))
+    drawn = np.random.default_rng(5)
+    model = light(text, **{key: drawn.standard_normal(size).astype(np.float32) for key, size in shapes.items()})
+    x = drawn.standard_normal((7, 4, 3)).astype(np.float32)
+    module = GraphModule(model)
+    results = module(torch.from_numpy(x))
+    expected = OnnxRuntime().open(model).run({"x": x})
+    for result, key in zip(results, ("y", "h"), strict=True):
+        np.testing.assert_allclose(result.detach(), expected[key], rtol=1e-4, atol=1e-5)
+    results[0].square().sum().backward()
+    gradients = {key.rpartition(".")[2].rpartition("_")[0]: p.grad for key, p in module.named_parameters()}
+    assert set(gradients) == {"v", "w", "r", "b"}
+    # The gradient by one weight of the state is the slope that finite differences give.
+    wide = module.double()
+    parameter = next(p for key, p in wide.named_parameters() if ".r_" in key)
+    losses = []
+    for change in (1e-4, -1e-4):
+        with torch.no_grad():
+            parameter[0, 1, 2] += change
+            losses.append(float(wide(torch.from_numpy(x).double())[0].square().sum()))
+            parameter[0, 1, 2] -= change
+    assert float(gradients["r"][0, 1, 2]) == pytest.approx((losses[0] - losses[1]) / 2e-4, rel=1e-3, abs=1e-4)
+
+
+def test_sequences_of_different_lengths_have_no_gradient():
+    text = """g (float[4, 2, 3] x, int32[2] lengths) => (float[4, 1, 2, 2] y) {
+      l = MatMul (x, w)
+      y = RNN <hidden_size = 2> (l, a, b, , lengths)
+    }"""
+    weights = {"w": (3, 3), "a": (1, 2, 3), "b": (1, 2, 2)}
+    model = light(text, **{name: RNG.standard_normal(shape).astype(np.float32) for name, shape in weights.items()})
+    x = torch.ones(4, 2, 3)
+    GraphModule(model)(x, torch.tensor([4, 4], dtype=torch.int32))[0].sum().backward()
+    with pytest.raises(StageError, match="no gradient for this RNN"):
+        GraphModule(model)(x, torch.tensor([4, 3], dtype=torch.int32))
+
+
+def test_the_gradient_passes_through_the_branch_that_is_taken():
     text = """g (float[n, 3] x, bool which) => (float[n, 3] y) {
       l = MatMul (x, w)
-      y = If (which) <then_branch = a () => (float[n, 3] p) { p = Relu (l) },
-                      else_branch = b () => (float[n, 3] q) { q = Neg (l) }>
+      y = If (which) <then_branch = a () => (float[n, 3] p) { k = Constant <value = float {3}> () p = Mul (l, k) },
+                      else_branch = b () => (float[n, 3] q) { k = Constant <value = float {-1}> () q = Mul (l, k) }>
     }"""
-    with pytest.raises(StageError, match="no gradient for this If") as error:
+    model = light(text, w=np.ones((3, 3), np.float32))
+    module = GraphModule(model)
+    for which, factor in ((True, 3.0), (False, -1.0)):
+        (result,) = module(torch.ones(2, 3), torch.tensor(which))
+        assert result.tolist() == [[3 * factor] * 3] * 2
+        module.zero_grad()
+        result.sum().backward()
+        [weight] = module.parameters()
+        assert weight.grad.tolist() == [[2 * factor] * 3] * 3
+    name, ratio = training.worst(module, model, [{"x": np.ones((2, 3), np.float32), "which": np.array(True)}], {})
+    assert ratio == 0, name
+
+
+LOOP = """g (float[n, 3] x, int64 times) => (float[n, 3] y, float[t, n, 3] each) {
+  l = MatMul (x, w)
+  y, each = Loop (times, , l) <
+    body = b (int64 i, bool go, float[n, 3] s) => (bool on, float[n, 3] next, float[n, 3] kept) {
+    on = Identity (go)
+    m = MatMul (s, w)
+    next = Add (m, l)
+    kept = Mul (next, two)
+  }>
+}"""
+
+
+def test_the_gradient_passes_through_every_pass_of_a_loop():
+    weights = {"w": np.diag(np.float32([2, 1, 0.5])), "two": np.float32(2)}
+    model = light(LOOP, **weights)
+    module = GraphModule(model)
+    x = torch.ones(1, 3)
+    result, each = module(x, torch.tensor(3))
+    expected = OnnxRuntime().open(model).run({"x": x.numpy(), "times": np.array(3)})
+    np.testing.assert_allclose(result.detach(), expected["y"])
+    np.testing.assert_allclose(each.detach(), expected["each"])
+    result.sum().backward()
+    # y = w + w² + w³ + w⁴ on the diagonal, and its slope 1 + 2 w + 3 w² + 4 w³.
+    [gradient] = [p.grad for p in module.parameters()]
+    w = np.float32([2, 1, 0.5])
+    np.testing.assert_allclose(np.diag(gradient), 1 + 2 * w + 3 * w**2 + 4 * w**3)
+    assert module(x, torch.tensor(1))[0].tolist() == [[6, 2, 0.75]]
+    with pytest.raises(StageError, match="no gradient for this Loop without a pass"):
+        module(x, torch.tensor(0))
+
+
+def test_other_nodes_with_bodies_are_refused():
+    text = """g (float[4, 3] x) => (float[4, 3] y) {
+      l = MatMul (x, w)
+      y = Scan <num_scan_inputs = 1, body = b (float[3] s) => (float[3] t) { t = Relu (s) }> (l)
+    }"""
+    with pytest.raises(StageError, match="no gradient for this Scan") as error:
         GraphModule(light(text, w=np.ones((3, 3), np.float32)))
     assert error.value.where == "y"
 
