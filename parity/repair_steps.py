@@ -24,6 +24,7 @@ class Repaired:
     Attributes:
         calibrated: with the repairs that gained.
         converted: the quantised model made from it.
+        plain: the quantised model before any repair.
         verdict: the judge's verdict on `converted`.
         evaluations: how many models were judged.
         rows: one row of the report's table `repairs` for each repair that was tried.
@@ -31,6 +32,7 @@ class Repaired:
 
     calibrated: Calibrated
     converted: Converted
+    plain: Converted
     verdict: Verdict
     evaluations: int
     rows: Sequence[Mapping[str, Scalar]]
@@ -63,6 +65,7 @@ def run(
     """
     reference = measured_plan.OutputReference(calibrated.model, calibrated.feeds)
     finished, converted = finish(calibrated)
+    plain = converted
     verdict = judge(converted)
     log(f"all layers quantised: {verdict.seen}")
     before = reference.least_db(converted.measured)
@@ -88,4 +91,6 @@ def run(
                 calibrated, finished, converted = repaired, new_finished, new_converted
                 verdict, before = new_verdict, after
         log(f"{name}: {row['outcome']}; {row.get('judged', '')}".rstrip("; "))
-    return Repaired(calibrated=finished, converted=converted, verdict=verdict, evaluations=evaluations, rows=rows)
+    return Repaired(
+        calibrated=finished, converted=converted, plain=plain, verdict=verdict, evaluations=evaluations, rows=rows
+    )

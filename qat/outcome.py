@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from layerline.backends.base import Feed
@@ -14,6 +14,7 @@ from layerline.parity.accuracy_budget import Measured
 from layerline.pipeline.report import OWN, Report, Scalar
 from layerline.qat.training import Trained
 
+PTQ, REPAIRED, QAT = "PTQ", "PTQ with repairs", "QAT"
 _WORST = 5  # layers of each model
 Row = dict[str, Scalar]
 
@@ -24,17 +25,19 @@ class QatOutcome:
 
     Attributes:
         trained: what training left.
-        before: the model by calibration alone.
-        after: the trained one.
-        measured: the metric of the model by calibration alone; None where there is none.
+        models: by calibration alone, with repairs where some were kept, and trained; by their names in the tables.
+        measured: the metric of each of them; None where there is none.
+        result: the name of the one that is the artifact.
+        note: why the training was left out; empty where it was not.
         data: samples on which outputs are compared.
         probes: inputs on which layers are compared.
     """
 
     trained: Trained
-    before: Converted
-    after: Converted
-    measured: Measured | None
+    models: Mapping[str, Converted]
+    measured: Mapping[str, Measured | None]
+    result: str
+    note: str
     data: CalibrationData
     probes: Sequence[Feed]
 
@@ -42,37 +45,47 @@ class QatOutcome:
         """The report with the gates, notes and figures of the training, and two tables.
 
         "float, PTQ, QAT" has a row for each metric, and for the SQNR of each output; "worst layers" those that lose
-        most in either model.
+        most in each model.
         """
-        calibrated = quantization_report.layer_report(report.stage, self.before, self.probes, mode="int8")
-        worst = [*_worst("PTQ", calibrated), *_worst("QAT", report)]
-        rows = self._rows(report)
+        worst: list[Row] = []
+        for name, converted in self.models.items():
+            layers = report
+            if name != self.result:
+                same_weights = dataclasses.replace(converted, reference=converted.trained or converted.reference)
+                layers = quantization_report.layer_report(report.stage, same_weights, self.probes, mode="int8")
+            worst += _worst(name, layers)
+        rows = self._rows()
+        reference = report.reference
+        if self.result == QAT:
+            reference = f"trained {reference}"
+        notes = [_sentence(row) for row in rows]
+        if self.note:
+            notes.insert(0, self.note)
         return dataclasses.replace(
             report,
-            reference=f"trained {report.reference}",
+            reference=reference,
             metrics={**report.metrics, **self.trained.metrics},
             gates=(*self.trained.gates, *report.gates),
-            notes=(*(_sentence(row) for row in rows), *self.trained.notes, *report.notes),
+            notes=(*notes, *self.trained.notes, *report.notes),
             tables={"float, PTQ, QAT": rows, "worst layers": worst, **report.tables},
         )
 
-    def _rows(self, report: Report) -> list[Row]:
-        rows: list[Row] = []
-        if self.measured is not None:
-            for name, before in self.measured.after.items():
-                rows.append(
-                    {"figure": name, "float": self.measured.before[name], "PTQ": before, "QAT": report.metrics[name]}
-                )
+    def _rows(self) -> list[Row]:
+        rows: dict[str, Row] = {}
+        for model, measured in self.measured.items():
+            if measured is not None:
+                for name, value in measured.after.items():
+                    rows.setdefault(name, {"figure": name, "float": measured.before[name]})[model] = value
         feeds = output_sqnr.samples(self.data, self.probes)
-        outputs = [output_sqnr.outputs(c.reference, c.measured, feeds) for c in (self.before, self.after)]
-        for name in [n for n in outputs[0] if n in outputs[1]]:
-            before_db, after_db = (output[name].sqnr_db for output in outputs)
-            rows.append({"figure": f"SQNR of {name}, dB", "float": None, "PTQ": before_db, "QAT": after_db})
-        return rows
+        for model, converted in self.models.items():
+            for name, output in output_sqnr.outputs(converted.reference, converted.measured, feeds).items():
+                figure = f"SQNR of {name}, dB"
+                rows.setdefault(figure, {"figure": figure, "float": None})[model] = output.sqnr_db
+        return [row for row in rows.values() if set(self.models) <= set(row)]
 
 
 def _sentence(row: Row) -> str:
-    figures = [f"{name} {row[name]:.4g}" for name in ("float", "PTQ", "QAT") if row[name] is not None]
+    figures = [f"{name} {value:.4g}" for name, value in row.items() if name != "figure" and value is not None]
     return f"{row['figure']}: {', '.join(figures)}"
 
 

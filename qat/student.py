@@ -1,4 +1,4 @@
-"""Wraps the graph in torch so that loss() can call it like the task's model."""
+"""Wraps the graph in torch so that loss() can call it like the task's model, and compares it with a teacher."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from layerline.export import example_call
+from layerline.pipeline.errors import TaskError
 from layerline.pipeline.task import Task
 from layerline.qat.graph_module import GraphModule
 from layerline.training.data.batches import example_inputs
+from layerline.training.data.distillation import Distillation
 from layerline.training.run import shipping
 
 ToFeed = Callable[[tuple[Any, ...], dict[str, Any]], Mapping[str, Tensor]]
@@ -35,6 +37,42 @@ class Student(nn.Module):
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of one call."""
         return self._to_result(self.graph.compute(self._to_feed(args, kwargs)))
+
+
+class OutputMatching(Distillation):
+    """(1 - weight) · loss + weight · the error of all float outputs, whatever they mean.
+
+    The error of an output is the mean square of its difference from the teacher's, over the variance of the teacher's:
+    outputs of any size count alike, and one that tells nothing has an error of 1.
+    """
+
+    def __init__(self, teacher: nn.Module, weight: float) -> None:
+        super().__init__(teacher, weight=weight)
+
+    def mixed(
+        self,
+        outputs: Any,
+        loss: Tensor,
+        inputs: tuple[Any, ...],
+        named_inputs: dict[str, Any],
+        labels: Tensor | None = None,  # noqa: ARG002 - classes are no matter here
+        counted: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(*inputs, **named_inputs)
+        errors: list[Tensor] = []
+        for given, expected in zip(pytree.tree_leaves(outputs), pytree.tree_leaves(wanted), strict=True):
+            if not isinstance(expected, Tensor) or not expected.is_floating_point():
+                continue
+            finite = expected.isfinite()
+            if bool(finite.any()):
+                exact = expected[finite].float()
+                # A constant output has no variance: there its square counts.
+                power = exact.var(correction=0) + 1e-6 * exact.square().mean()
+                errors.append((given[finite].float() - exact).square().mean() / power.clamp(min=1e-12))
+        if not errors:
+            raise TaskError("the model has no float output to compare with the teacher's", where="quantize.qat.distill")
+        return (1 - self.weight) * loss + self.weight * torch.stack(errors).mean()
 
 
 def maker(task: Task, inputs: list[str], outputs: list[str]) -> Callable[[GraphModule], Student]:

@@ -23,6 +23,7 @@ from layerline.graph.io.opset import raise_opset
 from layerline.graph.quantization import own_qdq, qdq, rounding
 from layerline.graph.quantization.convert import Calibrated
 from layerline.graph.quantization.weight_sources import weight_of
+from layerline.parity.search_judge import Verdict
 from layerline.pipeline.config.qat_options import QatOptions
 from layerline.pipeline.errors import StageError, memory_errors
 from layerline.pipeline.inputs.batches import described
@@ -34,6 +35,7 @@ from layerline.qat import student
 from layerline.qat.graph_module import GraphModule
 from layerline.training.config.sections import Config
 from layerline.training.data.batches import Batches
+from layerline.training.data.distillation import Taught
 from layerline.training.run import hook_trial, train_loop
 from layerline.training.setup.capabilities import chosen_device
 
@@ -42,6 +44,11 @@ RTOL = 1e-3
 Sums in another order stay far below; a wrong attribute or axis is far above."""
 ATOL = 1e-6
 """Absolute difference that passes in any case: onnxruntime's Sigmoid is that far off near 0."""
+NOT_FINITE = (
+    "lower quantize.qat.lr and scale_lr, or look at the ranges that training starts from: `pipe plan quantize` shows a "
+    "scale that is far too small or too great"
+)
+"""What to do about a loss or gradient that is not finite: here nothing is half precision, and no field clips."""
 SCALES = "graph.quantizers.*"
 """The names of learned scales among a student's parameters."""
 
@@ -150,8 +157,15 @@ def train(work: Work, calibrated: Calibrated, options: QatOptions, probes: Seque
             model=make_student(graph),
             teacher=teacher,
         )
+        if isinstance(run.loss, Taught) and options.distill_loss == "outputs":
+            run.loss.distillation = student.OutputMatching(run.loss.distillation.teacher, options.distill)
         run.loss = _freezing(run.loss, graph, run, round(options.freeze_after * run.total))
-        train_loop.train(run, work.scratch, work.log)
+        try:
+            train_loop.train(run, work.scratch, work.log)
+        except StageError as error:
+            if not run.lane.skipped:
+                raise
+            raise StageError(error.what, where=error.where, hint=NOT_FINITE) from error
         if options.ema_decay:
             run.mo.switch_to_ema()
     graph.cpu().eval()
@@ -161,9 +175,25 @@ def train(work: Work, calibrated: Calibrated, options: QatOptions, probes: Seque
     notes = [*run.mo.warnings]
     if run.resumed is not None:
         notes.append(f"training resumed at step {run.resumed}")
-    gates = (train_loop.accepted(run.lane), _equal(graph, result, probes))
+    accepted = train_loop.accepted(run.lane)
+    if not accepted.passed:
+        accepted = dataclasses.replace(accepted, hint=NOT_FINITE)
+    gates = (accepted, _equal(graph, result, probes))
     metrics: dict[str, Scalar] = {"qat_steps": run.lane.steps, "qat_loss": run.lane.loss}
     return Trained(result, gates, tuple(notes), metrics)
+
+
+def lost(start: Verdict, end: Verdict, options: QatOptions) -> str:
+    """What to say where a training made the model worse; empty where it did not."""
+    if end.lack <= start.lack:
+        return ""
+    result = "the model from before is the result (quantize.qat.keep: trained takes the trained one)"
+    if options.keep == "trained":
+        result = "the trained model is the result"
+    return (
+        f"training lost: {start.seen} before it, {end.seen} after it; {result}. Raise quantize.qat.epochs, or lower lr "
+        f"({options.lr:g}) and scale_lr ({options.scale_lr:g}): a short training at high rates may end below its start"
+    )
 
 
 def worst(graph: GraphModule, model: Light, probes: Sequence[Feed], steps: Mapping[str, float]) -> tuple[str, float]:

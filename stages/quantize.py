@@ -380,7 +380,7 @@ class Quantize(Stage):
             log=data.log.say,
         )
         if self.mode == "qat":
-            converted, complete = train(repaired.calibrated)
+            converted, complete = train(repaired.calibrated, plain=repaired.plain)
             return converted, lambda report: repaired.added_to(complete(report))
         if not self.search:
             return repaired.converted, repaired.added_to
@@ -424,22 +424,35 @@ class Quantize(Stage):
         data: CalibrationData,
         probes: list[Feed],
         evaluation: Evaluation,
+        plain: Converted | None = None,
     ) -> tuple[Converted, Callable[[Report], Report]]:
         """Trains what was calibrated, with fake quantisation where its plan quantises."""
         from layerline.graph.quantization import rescaled_names
+        from layerline.parity import search_judge
         from layerline.qat import outcome, training
 
+        judge = search_judge.judge(evaluation, data, probes, self._max_drop() or SEARCH_DROP, self._bounds())
         before = self._maker(calibrated, formats, data, probes)((), ())
-        measured = evaluation.measure(before)
+        models = {outcome.PTQ: before}
+        if plain is not None and calibrated.repairs:
+            models = {outcome.PTQ: plain, outcome.REPAIRED: before}
+        start = judge(before)
         trained = training.train(work, calibrated, self._training, probes)
         after = self._maker(trained.calibrated, formats, data, probes)((), ())
         # Compared with the float model that training started from.
         after = dataclasses.replace(after, reference=before.reference, trained=after.reference)
-        before, after = rescaled_names.apply(before), rescaled_names.apply(after)
+        end = judge(after)
+        note = training.lost(start, end, self._training)
+        models[outcome.QAT] = after
+        measured = {name: evaluation.measure(converted) for name, converted in models.items()}
+        models = {name: rescaled_names.apply(converted) for name, converted in models.items()}
+        name = outcome.QAT
+        if note and self._training.keep == "better":
+            name = [*models][-2]
         result = outcome.QatOutcome(
-            trained=trained, before=before, after=after, measured=measured, data=data, probes=probes
+            trained=trained, models=models, measured=measured, result=name, note=note, data=data, probes=probes
         )
-        return after, result.added_to
+        return models[name], result.added_to
 
     def _rules(self, formats: LayerFormats) -> Rules:
         from layerline.graph.quantization.qdq_placement import Rules

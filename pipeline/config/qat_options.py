@@ -31,9 +31,15 @@ class QatOptions(Fields):
     freeze_after: float = Field(default=0.75, ge=0, le=1)
     """Share of the steps after which learned scales stay as they are."""
     distill: float = Field(default=0.0, ge=0, le=1)
-    """Share of a second loss, with the float model as its teacher; for models that give logits of classes."""
+    """Share of a second loss, with the float model as its teacher."""
+    distill_loss: Literal["classes", "outputs"] = "classes"
+    """classes: the first output has logits of classes, whose softened probabilities are compared. outputs: all float
+    outputs are compared, by the mean square of their difference over the variance of the teacher's."""
     ema_decay: float = Field(default=0.999, ge=0, lt=1)
     """Decay of the average of weights and scales that ships; 0: the last ones ship."""
+    keep: Literal["better", "trained"] = "better"
+    """better: where the metric (without one, the outputs on samples) is worse than before the training, the model from
+    before is the result, and a note has both figures. trained: the trained model in any case."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Start of every random draw: order of samples, and what loss() draws."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

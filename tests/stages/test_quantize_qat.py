@@ -230,6 +230,49 @@ def test_training_starts_from_repaired_weights(work):
     assert "r/rescaled" in {value.name for value in plan.values}
     assert gate(report, "quantised as trained").passed
     assert {r.name for r in report.records} >= {"r/rescaled", "y"}
+    row = figures(report)["SQNR of y, dB"]
+    assert [*row] == ["figure", "float", "PTQ", "PTQ with repairs", "QAT"] and row["PTQ with repairs"] > row["PTQ"]
+    assert {row["model"] for row in report.tables["worst layers"]} == {"PTQ", "PTQ with repairs", "QAT"}
+
+
+def test_a_training_that_loses_is_left_out_unless_it_is_asked_for(work):
+    task = work()
+    Quantize(min_db=-99).run(task)
+    calibrated = (task.out / onnx_files.FILE).read_bytes()
+    options = {"steps": 3, "lr": 0.3, "ema_decay": 0.0}
+    report = Quantize(mode="qat", min_db=-99, qat=options).run(task)
+    row = figures(report)["accuracy"]
+    assert row["QAT"] < row["PTQ"] == report.metrics["accuracy"]
+    assert (task.out / onnx_files.FILE).read_bytes() == calibrated
+    assert f"accuracy 1 -> {row['QAT']:.6g} after it; the model from before is the result" in report.notes[0]
+    assert not report.reference.startswith("trained")
+    report = Quantize(mode="qat", min_db=-99, qat={**options, "keep": "trained"}).run(task)
+    assert report.metrics["accuracy"] == figures(report)["accuracy"]["QAT"] == row["QAT"]
+    assert "the trained model is the result" in report.notes[0]
+
+
+def test_a_loss_that_is_not_finite_is_told_what_this_training_has(work):
+    task = work("def loss(net, batch): return net(batch[0]).sum() * float('nan')\n")
+    with pytest.raises(StageError, match="the loss is nan") as error:
+        Quantize(mode="qat", **POOR, min_db=-99, qat={"steps": 30}).run(task)
+    assert "scale_lr" in error.value.hint and "triage" not in error.value.hint
+
+
+def test_the_float_model_teaches_outputs_that_are_no_classes(work):
+    task = work("""
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+    def forward(self, x): return self.conv(x).mean((2, 3))
+def model(): return Net()
+def loss(net, batch): return 0.0 * net(batch[0]).sum()
+""")
+    options = {"steps": 40, "distill": 1.0, "distill_loss": "outputs", "scale_lr": 0.05}
+    report = Quantize(mode="qat", **POOR, min_db=-99, qat=options).run(task)
+    row = figures(report)["SQNR of y, dB"]
+    assert row["QAT"] > row["PTQ"] + 3
 
 
 def test_a_loss_that_uses_more_than_a_call_is_told(work):
