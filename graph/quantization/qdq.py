@@ -130,7 +130,7 @@ def stored_weights(
         # Nor does the plan have the scales of blocks that it brings.
         if item.block and item.calibrator == "model":
             continue
-        stored = _stored(rounded.get(item.name, array), item).dequantized()
+        stored = _stored(array, item, rounded.get(item.name)).dequantized()
         weights[item.name, item.dtype] = stored.astype(array.dtype)
     return weights
 
@@ -263,7 +263,7 @@ class _Writer:
         array = weight_of(value)
         if array is None:
             raise StageError("the plan quantises this value as a weight, but it is not constant", where=item.name)
-        stored = _stored(array if rounded is None else rounded, item)
+        stored = _stored(array, item, rounded)
         dtype, shape = ir.DataType.from_numpy(array.dtype), ir.Shape(array.shape)
         along: dict[str, int] = {}
         if item.axis is not None:
@@ -308,9 +308,14 @@ class _Writer:
         return ir.node(op, inputs, attributes, outputs=[output], name=name, metadata_props=props)
 
 
-def _stored(array: npt.NDArray[Any] | Stored, item: QuantValue) -> Stored:
-    if isinstance(array, Stored):
-        return array
+def _stored(array: npt.NDArray[Any], item: QuantValue, rounded: npt.NDArray[Any] | Stored | None) -> Stored:
+    """The weight as its entry says, from what a repair chose for this format where there is that."""
+    if isinstance(rounded, Stored):
+        same_format = rounded.values.dtype == numpy_dtype(item.dtype)
+        if same_format and (rounded.axis, rounded.block) == (item.axis, item.block):
+            return rounded
+    elif rounded is not None:
+        array = rounded
     if item.block and item.axis is not None:
         return in_blocks(array, item.axis, item.block, item.dtype)
     scales = np.array(item.scales, array.dtype)

@@ -7,6 +7,7 @@ import onnx
 import pytest
 
 from layerline.backends.light import split
+from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan
 from layerline.calib.scales import block_multiples, in_blocks, stored_scales, to_type, whole_scale
 from layerline.graph.io.opset import raise_opset
@@ -103,10 +104,22 @@ def test_gptq_of_a_model_loses_less_and_what_is_stored_is_what_it_chose(name):
     assert {value.calibrator for value in repaired.values} == {"gptq"}
     [exact] = run(light.whole(), feed["x"])
     assert loss(exact, light, repaired, feed["x"], done.arrays) < 0.7 * loss(exact, light, plan, feed["x"])
+    # In another format, or in other blocks, the steps that it chose mean nothing.
+    for other in ("nvfp4" if name == "int4" else "int4", "int8"):
+        elsewhere = Rules(format=name, formats={"a": other})
+        changed = qdq.plan(light, place(light, elsewhere), {"l": histogram_of(feed["x"])}, "minmax")
+        plain, kept = (qdq.stored_weights(light, changed, arrays) for arrays in ({}, done.arrays))
+        np.testing.assert_array_equal(kept["w1", changed.value("w1").dtype], plain["w1", changed.value("w1").dtype])
     # int8 layers are left to AdaRound, and a weight that is read twice to the nearest step.
     assert rounding.rounded(light, plan, lambda: [feed]).arrays == {}
     twice = tuple(dataclasses.replace(v, readers=(*v.readers, ("y", 1))) for v in plan.values)
     assert rounding.rounded(light, QuantPlan(values=twice, kept=()), lambda: [feed], blocks=True).arrays == {}
+
+
+def histogram_of(array):
+    histogram = Histogram()
+    histogram.update(array)
+    return histogram
 
 
 def planned(light, name):
@@ -116,3 +129,71 @@ def planned(light, name):
 def loss(exact, light, plan, x, rounded=None):
     [result] = run(own_qdq.emulate(qdq.apply(light, plan, rounded)).whole(), x)
     return np.square(result - exact).sum()
+
+
+CONTEXT = 24
+
+
+def trained_transformer():
+    """Two layers that predict the next character of Python's own source."""
+    import ast
+    import inspect
+
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    codes = torch.tensor([ord(c) for c in inspect.getsource(ast) if ord(c) < 128])
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(64), nn.LayerNorm(64)
+            self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+            self.mlp = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+
+        def forward(self, x):
+            query, key, value = self.qkv(self.norm1(x)).chunk(3, -1)
+            weights = (query @ key.transpose(1, 2) / 8).softmax(-1)
+            x = x + self.out(weights @ value)
+            return x + self.mlp(self.norm2(x))
+
+    net = nn.Sequential(nn.Embedding(128, 64), Layer(), Layer(), nn.Flatten(), nn.Linear(64 * CONTEXT, 128))
+    optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
+    for _ in range(120):
+        starts = torch.randint(0, len(codes) - CONTEXT - 1, (64,))
+        pieces = codes[starts[:, None] + torch.arange(CONTEXT + 1)]
+        loss = nn.functional.cross_entropy(net(pieces[:, :-1]), pieces[:, -1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    pieces = codes[torch.arange(256)[:, None] * 97 + torch.arange(CONTEXT)]
+    program = torch.onnx.export(net.eval(), (pieces[:2],), dynamo=True, input_names=["x"], verbose=False,
+                                dynamic_shapes=({0: torch.export.Dim("n")},))  # fmt: skip
+    return program.model_proto, pieces.numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TYPES)
+def test_a_trained_transformer_loses_less_on_samples_that_were_not_read(name):
+    import layerline
+
+    proto, x = trained_transformer()
+    light = raise_opset(split(layerline.fuse(proto, [{"x": x[:2]}]).model), 23)
+    plan = planned(light, name)
+    assert len(plan.values) >= 8
+    read, fresh = {"x": x[:128]}, x[128:]
+    losses = {}
+    for repairs in ((), ("awq",), ("gptq",), ("awq", "gptq")):
+        model, weights, entries = light, {}, plan
+        if "awq" in repairs:
+            model = awq.scaled(light, plan, lambda: [read]).model
+            entries = planned(model, name)
+        if "gptq" in repairs:
+            weights = rounding.rounded(model, entries, lambda: [read], blocks=True).arrays
+        [exact] = run(light.whole(), fresh)
+        losses[repairs] = loss(exact, model, entries, fresh, weights) / np.square(exact).sum()
+    print({names: f"{-10 * np.log10(each):.1f} dB" for names, each in losses.items()})
+    assert losses["gptq",] < losses[()] and losses["awq", "gptq"] < losses["awq",]
+    # Scaling follows the samples that it reads; it must not lose much on others.
+    assert losses["awq",] < 1.3 * losses[()]
