@@ -24,9 +24,9 @@ from layerline.views import exit_codes
 from layerline.views.exit_codes import print_json, say
 
 if TYPE_CHECKING:
+    from layerline.pipeline.commands.lookup import Beside
     from layerline.pipeline.config.project import Project
     from layerline.pipeline.plan import Planner
-    from layerline.pipeline.records.lookup import Beside
     from layerline.pipeline.report import Report
     from layerline.pipeline.runner import Outcome
     from layerline.pipeline.stage import Stage
@@ -262,7 +262,7 @@ def _watched_run(project: Project, live: Live, names: Sequence[str] | None, *, f
 
 def _run(shared: Shared, stages: Sequence[str], *, force: bool = False, tables: Sequence[str] = ()) -> NoReturn:
     """Runs stages, shows these tables of the last one's report, and exits."""
-    from layerline.pipeline.records import lookup
+    from layerline.pipeline.commands import lookup
     from layerline.views import json_output, screen, terminal
 
     project = shared.project
@@ -323,7 +323,7 @@ def resume(
     Uses the original --set values. `pipe run train` with the same values resumes it too.
     With --prove, trains a few steps with and without an interruption and compares the results bit by bit.
     """
-    from layerline.pipeline import resume as resuming
+    from layerline.pipeline.commands import resume as resuming
     from layerline.views import json_output, screen, terminal
 
     if prove:
@@ -355,7 +355,8 @@ def resume(
 @_command
 def status(shared: Shared) -> None:
     """Show which stages are fresh, which would run, and why."""
-    from layerline.pipeline.records import lookup, run_lock
+    from layerline.pipeline.commands import lookup
+    from layerline.pipeline.records import run_lock
     from layerline.pipeline.runner import BROKEN_OFF
     from layerline.views import json_output, terminal
 
@@ -381,7 +382,7 @@ def runs(shared: Shared) -> None:
 @_command
 def explain(shared: Shared, stage: StageName) -> None:
     """Show each part of a stage's key, with its old and its new value."""
-    from layerline.pipeline.records import lookup
+    from layerline.pipeline.commands import lookup
     from layerline.views import json_output, terminal
 
     step, old, prints = lookup.explained(shared.planner, shared.project.stage(stage).name)
@@ -444,7 +445,7 @@ def diff(
     Of the newest run, of the run given with --run, or of the newest run with the settings given with --set.
     docs/cli.md and the page of `pipe report` explain the columns.
     """
-    from layerline.pipeline import diff_on
+    from layerline.pipeline.commands import diff_on
     from layerline.pipeline.debug import refuse_used
     from layerline.pipeline.report import CHANNELS
     from layerline.views import json_output, screen, selection, tables, terminal
@@ -501,8 +502,7 @@ def _of_stage(
     shared: Shared, stage: str, run_id: str | None, against: str | None, on: str | None, *, silent: bool
 ) -> tuple[Report, Beside | None]:
     """The report of a stage (`STAGE` or `STAGE@RUN`), or of its model on a backend; and that of another run."""
-    from layerline.pipeline import diff_on
-    from layerline.pipeline.records import lookup
+    from layerline.pipeline.commands import diff_on, lookup
 
     name, _, run_of_stage = stage.partition("@")
     if run_of_stage:
@@ -619,8 +619,8 @@ def report(
     About the newest run, the run given with --run, or the newest run with the settings given with --set. With --serve,
     first shows a run that is going on in a browser, and writes its page when it has ended.
     """
+    from layerline.pipeline.commands import lookup
     from layerline.pipeline.files import write_atomic
-    from layerline.pipeline.records import lookup
     from layerline.views import html, live
 
     if not output.parent.is_dir():
@@ -647,7 +647,7 @@ def path(shared: Shared, stage: StageName, run_id: RunId = None) -> None:
 
     Of the newest run, the run given with --run, or the newest run with the settings given with --set.
     """
-    from layerline.pipeline.records import lookup
+    from layerline.pipeline.commands import lookup
 
     artifact, doubt = lookup.artifact(shared.project, stage, run_id)
     place = artifact.path.resolve()
@@ -672,7 +672,7 @@ def plan(
     run_id: RunId = None,
 ) -> None:
     """Show how each value is quantised, or why it is not, by module."""
-    from layerline.pipeline.records import lookup
+    from layerline.pipeline.commands import lookup
     from layerline.views import plan_tree
 
     def read(name: str, run: str | None) -> Any:

@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from layerline.pipeline.config.validation_errors import field_paths
+from layerline.pipeline.inputs.validation_errors import field_paths
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Report
 from layerline.pipeline.task import Task

@@ -13,7 +13,7 @@ from functools import partial
 
 from markupsafe import Markup
 
-from layerline.pipeline.records.lookup import Log
+from layerline.pipeline.commands.lookup import Log
 from layerline.views import canvas
 from layerline.views.canvas import GAP, HEAD, LEFT, RIGHT, STRIP, TITLE, TOP, Scale
 from layerline.views.formatting import figure

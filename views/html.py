@@ -8,12 +8,12 @@ from typing import Any
 
 from layerline.pipeline import why
 from layerline.pipeline.causes import Cause
+from layerline.pipeline.commands import lookup
+from layerline.pipeline.commands.lookup import Log, PastRun
+from layerline.pipeline.commands.settings import UNSET, changed, settings, versions
 from layerline.pipeline.config.project import as_options
-from layerline.pipeline.config.settings import UNSET, changed, settings, versions
 from layerline.pipeline.plan import Planner
-from layerline.pipeline.records import lookup
 from layerline.pipeline.records.ledger import Record, Run
-from layerline.pipeline.records.lookup import Log, PastRun
 from layerline.pipeline.report import HISTOGRAMS, OWN, Gate, Report, Scalar
 from layerline.views import document, glossary, plan_tree, run_comparison, summary
 from layerline.views.curves import curves, validated

@@ -14,10 +14,10 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
+from layerline.pipeline.commands.lookup import Log
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.files import write_own
 from layerline.pipeline.inputs.untrusted import printable, read_json
-from layerline.pipeline.records.lookup import Log
 from layerline.pipeline.records.run_lock import going_on
 from layerline.pipeline.runner import Listener, Result
 from layerline.pipeline.stage import Stage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from layerline.pipeline.records.lookup import PastRun
+from layerline.pipeline.commands.lookup import PastRun
 from layerline.pipeline.report import LayerDiff, Report
 from layerline.views.follow import by_own_error
 from layerline.views.formatting import amount, decibels, heading

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from layerline.pipeline.check import require_tracker
+from layerline.pipeline.commands.settings import settings
 from layerline.pipeline.config.project import Project
-from layerline.pipeline.config.settings import settings
 from layerline.pipeline.errors import Unavailable, brief
 from layerline.pipeline.files import write_atomic
 from layerline.pipeline.plan import open_planner

@@ -12,11 +12,10 @@ from pydantic import ValidationError
 
 from layerline.pipeline import nearest, stage_table
 from layerline.pipeline.config.document import Document
-from layerline.pipeline.config.validation_errors import elsewhere, mistake, unfit_numbers
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.files import check_link
-from layerline.pipeline.init.generated_files import project_name
-from layerline.pipeline.inputs.untrusted import check_utf8, is_inside
+from layerline.pipeline.inputs.untrusted import check_utf8, is_inside, printable
+from layerline.pipeline.inputs.validation_errors import elsewhere, mistake, unfit_numbers
 from layerline.pipeline.keys import canonical
 from layerline.pipeline.keys.patterns import expand
 from layerline.pipeline.stage import Stage
@@ -113,6 +112,11 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
         raise document.error(("track",), f"expected {' or '.join(TRACKERS)}, saw {track!r}", hint)
     settings["data"] = _data_files(document, folder)
     return Project(root=folder, stages=stages, sets=tuple(overrides), **settings)
+
+
+def project_name(folder: Path) -> str:
+    """What a project in a folder is called where pipe.yaml gives no name."""
+    return printable(folder.resolve().name, 100) or "project"
 
 
 def as_options(overrides: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Protocol, cast
 
 from layerline.pipeline import stage_table
 from layerline.pipeline.config import bounded_yaml
+from layerline.pipeline.config.project import project_name
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.init import generated_files
 from layerline.pipeline.init.generated_files import Array, Hooks, Section
@@ -89,10 +90,10 @@ def from_template(folder: Path, template: str) -> list[Path]:
         raise ConfigError(f"there is no template {template!r}", hint=f"there are: {', '.join(templates)}")
     generated_files.check_folder(folder)
     texts = {name: root.joinpath(template).joinpath(name).read_text("utf-8") for name in ("pipe.yaml", "task.py")}
-    project_name = generated_files.project_name(folder)
-    line = f"name: {generated_files.yaml_value(project_name)}"
+    name = project_name(folder)
+    line = f"name: {generated_files.yaml_value(name)}"
     config = re.sub(r"^name: \S+", lambda _: line, texts["pipe.yaml"], count=1, flags=re.MULTILINE)
-    meant = bounded_yaml.plain(bounded_yaml.parse(texts["pipe.yaml"], "pipe.yaml")) | {"name": project_name}
+    meant = bounded_yaml.plain(bounded_yaml.parse(texts["pipe.yaml"], "pipe.yaml")) | {"name": name}
     generated_files.check_yaml(config, meant, "pipe.yaml")
     return generated_files.write(
         folder, {Path("pipe.yaml"): config.encode(), Path("task.py"): texts["task.py"].encode()}
@@ -298,7 +299,7 @@ def _write(
     if not hooks.arrays:
         quantize = Section({"mode": "fp16"}, ["int8 takes samples: see task.py"])
     sections = {**sections, "quantize": quantize}
-    config = generated_files.pipe_yaml(generated_files.project_name(folder), hooks.source, sections)
+    config = generated_files.pipe_yaml(project_name(folder), hooks.source, sections)
     texts = {Path("pipe.yaml"): config.encode(), Path("task.py"): hooks.text().encode()}
     samples = {Path(data.name): data} if data else {}
     for name in (*copies, *samples):

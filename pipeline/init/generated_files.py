@@ -78,11 +78,6 @@ def values_comment(numbers: Mapping[str, float]) -> list[str]:
     return [f"values: {printable(example, 2000)} # makes it a constant; then leave it out of samples() in task.py"]
 
 
-def project_name(folder: Path) -> str:
-    """What a project in a folder is called."""
-    return printable(folder.resolve().name, 100) or "project"
-
-
 def yaml_value(value: Any) -> str:
     """A value as ruamel.yaml writes it, on one line."""
     from ruamel.yaml import YAML

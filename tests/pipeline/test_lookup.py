@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from layerline.pipeline.commands.lookup import read_log
 from layerline.pipeline.errors import PipeError
-from layerline.pipeline.records.lookup import read_log
 
 
 def test_a_row_holds_what_was_measured(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from layerline.pipeline.records.lookup import Log
+from layerline.pipeline.commands.lookup import Log
 from layerline.pipeline.report import HISTOGRAMS, Gate, Report
 from layerline.views.canvas import WIDTHS
 from layerline.views.html import LONG, page

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerline.pipeline.records.lookup import Log
+from layerline.pipeline.commands.lookup import Log
 from layerline.views.canvas import LEFT, RIGHT, WIDTHS
 from layerline.views.curves import curves, validated
 from layerline.views.html import page

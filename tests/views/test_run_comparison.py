@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from layerline.pipeline.records.lookup import PastRun
+from layerline.pipeline.commands.lookup import PastRun
 from layerline.pipeline.report import LayerDiff, Report
 from layerline.views.html import page
 from layerline.views.run_comparison import figures, moved

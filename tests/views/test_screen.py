@@ -10,8 +10,8 @@ from rich.progress import Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from layerline.pipeline.commands.lookup import Beside
 from layerline.pipeline.errors import PipeError
-from layerline.pipeline.records.lookup import Beside
 from layerline.pipeline.report import Gate, Report
 from layerline.pipeline.runner import Result
 from layerline.views import screen, terminal

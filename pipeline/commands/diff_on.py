@@ -8,10 +8,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from layerline.pipeline.commands import lookup
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.plan import open_planner
-from layerline.pipeline.records import lookup
 from layerline.pipeline.report import CLIPPED, WEIGHT, Report, Scalar
 from layerline.pipeline.runner import temporary_work
 from layerline.pipeline.stage import Log

@@ -12,8 +12,8 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from layerline.pipeline import nearest
+from layerline.pipeline.commands.settings import changed, has_settings, previous
 from layerline.pipeline.config.project import Project, as_options
-from layerline.pipeline.config.settings import changed, has_settings, previous
 from layerline.pipeline.errors import ConfigError, PipeError
 from layerline.pipeline.files import claim
 from layerline.pipeline.inputs.untrusted import read_bytes

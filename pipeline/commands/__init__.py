@@ -1,0 +1,1 @@
+"""What commands do besides running stages: past results, comparisons, resuming, upkeep."""
