@@ -61,7 +61,7 @@ class OutputMatching(Distillation):
         with torch.no_grad():
             wanted = self.teacher(*inputs, **named_inputs)
         errors: list[Tensor] = []
-        for given, expected in zip(pytree.tree_leaves(outputs), pytree.tree_leaves(wanted), strict=True):
+        for actual, expected in zip(pytree.tree_leaves(outputs), pytree.tree_leaves(wanted), strict=True):
             if not isinstance(expected, Tensor) or not expected.is_floating_point():
                 continue
             finite = expected.isfinite()
@@ -69,7 +69,7 @@ class OutputMatching(Distillation):
                 exact = expected[finite].float()
                 # A constant output has no variance: there its square counts.
                 power = exact.var(correction=0) + 1e-6 * exact.square().mean()
-                errors.append((given[finite].float() - exact).square().mean() / power.clamp(min=1e-12))
+                errors.append((actual[finite].float() - exact).square().mean() / power.clamp(min=1e-12))
         if not errors:
             raise TaskError("the model has no float output to compare with the teacher's", where="quantize.qat.distill")
         return (1 - self.weight) * loss + self.weight * torch.stack(errors).mean()

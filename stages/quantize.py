@@ -434,8 +434,10 @@ class Quantize(Stage):
         judge = search_judge.judge(evaluation, data, probes, self._max_drop() or SEARCH_DROP, self._bounds())
         before = self._maker(calibrated, formats, data, probes)((), ())
         models = {outcome.PTQ: before}
+        start_name = outcome.PTQ
         if plain is not None and calibrated.repairs:
-            models = {outcome.PTQ: plain, outcome.REPAIRED: before}
+            start_name = outcome.REPAIRED
+            models = {outcome.PTQ: plain, start_name: before}
         start = judge(before)
         trained = training.train(work, calibrated, self._training, probes)
         after = self._maker(trained.calibrated, formats, data, probes)((), ())
@@ -446,13 +448,13 @@ class Quantize(Stage):
         models[outcome.QAT] = after
         measured = {name: evaluation.measure(converted) for name, converted in models.items()}
         models = {name: rescaled_names.apply(converted) for name, converted in models.items()}
-        name = outcome.QAT
+        result_name = outcome.QAT
         if note and self._training.keep == "better":
-            name = [*models][-2]
+            result_name = start_name
         result = outcome.QatOutcome(
-            trained=trained, models=models, measured=measured, result=name, note=note, data=data, probes=probes
+            trained=trained, models=models, measured=measured, result=result_name, note=note, data=data, probes=probes
         )
-        return models[name], result.added_to
+        return models[result_name], result.added_to
 
     def _rules(self, formats: LayerFormats) -> Rules:
         from layerline.graph.quantization.qdq_placement import Rules
