@@ -16,9 +16,8 @@ from layerline.backends.base import Feed
 from layerline.backends.light import Light
 from layerline.calib.plan import QuantPlan
 from layerline.calib.scales import in_blocks
-from layerline.graph.analysis.ir_queries import FreshNames
 from layerline.graph.fusion.channel_groups import Group
-from layerline.graph.io.ir_convert import from_ir, to_ir
+from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.quantization import equalization, rounding
 from layerline.graph.quantization.equalization import MOST, Equalized
 from layerline.graph.quantization.naming import first_output
@@ -43,19 +42,8 @@ def scaled(model: Light, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]]) -
     work = to_ir(model)
     layers = {first_output(layer.node): layer for layer in rounding.layers_of(model, plan, blocks=True)}
     rows = _rows(model, list(layers.values()), feeds())
-    names = FreshNames(work)
-    changed_values: set[str] = set()
-    changed = 0
-    for group in equalization.groups_of(work, norms=None):
-        factors = _best(group, layers, rows)
-        if factors is None:
-            continue
-        equalization.scale(work.graph, names, group, factors)
-        changed_values.update(value.name or "" for value in group.places)
-        changed += 1
-    if not changed:
-        return Equalized(model)
-    return Equalized(from_ir(work), frozenset(changed_values), changed)
+    groups = equalization.groups_of(work, norms=None)
+    return equalization.with_factors(model, work, groups, lambda group: _best(group, layers, rows))
 
 
 def _rows(model: Light, layers: Sequence[Layer], feeds: Iterable[Feed]) -> dict[str, Numbers]:

@@ -9,7 +9,7 @@ rounding activations and weights together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,17 +93,29 @@ def equalize(model: Light, plan: QuantPlan, feeds: Iterable[Feed], *, norms: boo
     if not tapped:
         return Equalized(model)
     channels = _measured(model, tapped, feeds)
+    return with_factors(model, work, groups, lambda group: _best(_terms(group, channels, items)))
+
+
+def with_factors(
+    model: Light, work: ir.Model, groups: Iterable[Group], factors_of: Callable[[Group], Numbers | None]
+) -> Equalized:
+    """The model with its groups scaled by these factors; as it is where there are none.
+
+    Args:
+        work: the same model; the groups are of it.
+    """
     names = FreshNames(work)
     scaled: set[str] = set()
     changed = 0
     for group in groups:
-        terms = _terms(group, channels, items)
-        factors = _best(terms)
+        factors = factors_of(group)
         if factors is None:
             continue
-        scale(work.graph, names, group, factors)
+        _scale(work.graph, names, group, factors)
         scaled.update(value.name or "" for value in group.places)
         changed += 1
+    if not changed:
+        return Equalized(model)
     return Equalized(from_ir(work), frozenset(scaled), changed)
 
 
@@ -258,7 +270,7 @@ def _relative(ranges: Numbers) -> Numbers:
     return relative
 
 
-def scale(graph: ir.Graph, names: FreshNames, group: Group, factors: Numbers) -> None:
+def _scale(graph: ir.Graph, names: FreshNames, group: Group, factors: Numbers) -> None:
     """Divides the channels of all values of a group by their factors, where they are made, and undoes it at readers."""
     for node, linear in group.producers.items():
         _multiply(graph, names, node, 1, linear.along_outputs(1 / factors))

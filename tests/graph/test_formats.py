@@ -181,6 +181,7 @@ def test_blocks_of_int4_have_the_size_that_is_asked_for(size):
     [weight] = [numpy_helper.to_array(t) for t in net.graph.initializer]
     stored = in_blocks(weight, 1, size, "int4").dequantized()
     np.testing.assert_allclose(run(quantized, x)[0], x @ stored.T, rtol=1e-4, atol=1e-4)
+    assert builds(quantized)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
