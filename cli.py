@@ -714,7 +714,7 @@ def debug(
 @partial(_command, sets=False)
 def verify(shared: Shared) -> None:
     """Hash everything in the store again, and report what is damaged."""
-    from layerline.pipeline.records import housekeeping
+    from layerline.pipeline.commands import housekeeping
     from layerline.views import json_output, terminal
 
     checked, problems = housekeeping.verify(shared.project)
@@ -736,7 +736,7 @@ def gc(
 
     Keeps what the newest runs, the current pipe.yaml and task.py, and `pipe resume` need.
     """
-    from layerline.pipeline.records import housekeeping
+    from layerline.pipeline.commands import housekeeping
     from layerline.views import json_output, terminal
 
     removed = housekeeping.collect(shared.project, keep, dry_run=dry_run)

@@ -19,10 +19,11 @@ from rich.console import Console
 
 from layerline import cli
 from layerline.pipeline import stage_table
+from layerline.pipeline.commands import housekeeping
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.init import from_files
 from layerline.pipeline.keys import env
-from layerline.pipeline.records import housekeeping, run_lock
+from layerline.pipeline.records import run_lock
 from layerline.pipeline.report import Gate, Report
 from layerline.pipeline.runner import Result
 from layerline.pipeline.stage import Work

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from layerline.pipeline.commands.housekeeping import Garbage, Problem
 from layerline.pipeline.commands.lookup import Beside
 from layerline.pipeline.commands.settings import changed, settings
 from layerline.pipeline.errors import PipeError, failure_fields
 from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step, shown
 from layerline.pipeline.reasons import awaited, changes
-from layerline.pipeline.records.housekeeping import Garbage, Problem
 from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.report import Order, Report
 from layerline.views.follow import in_network_order

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from layerline.pipeline.check import Checked
+from layerline.pipeline.commands.housekeeping import Garbage, Problem, counted
 from layerline.pipeline.commands.lookup import Beside
 from layerline.pipeline.config.project import as_options
 from layerline.pipeline.errors import StageError, located
@@ -29,7 +30,6 @@ from layerline.pipeline.inputs.untrusted import printable
 from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step, shown
 from layerline.pipeline.reasons import as_written, awaited, changes, label
-from layerline.pipeline.records.housekeeping import Garbage, Problem, counted
 from layerline.pipeline.report import Order, Report, Scalar
 from layerline.pipeline.runner import Outcome, Result
 from layerline.pipeline.stage import Stage

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from layerline.pipeline import check
+from layerline.pipeline.commands import housekeeping
+from layerline.pipeline.commands.housekeeping import Garbage
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.init import from_files
-from layerline.pipeline.records import housekeeping
-from layerline.pipeline.records.housekeeping import Garbage
 from layerline.pipeline.records.run_lock import at_work, temporary_folder
 from tests.pipeline.fakes import Folder
 
