@@ -30,6 +30,8 @@ def loss_factor(scale: float, weight: float | None) -> float:
 
 def check_loss(loss: object) -> None:
     """Refuses what no backward pass can begin at."""
+    if isinstance(loss, Tensor) and loss.requires_grad and not loss.ndim and not loss.is_complex():
+        return
     if not isinstance(loss, Tensor):
         what, hint = f"a {type(loss).__name__}", "give the loss itself, not loss.item()"
     elif loss.numel() != 1:

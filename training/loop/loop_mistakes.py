@@ -31,9 +31,16 @@ def check_begun(lane: LaneState) -> None:
         raise no_gradient(lane)
 
 
-def settle_foreign(lane: LaneState, others_ran: bool) -> None:
+def check_window(lane: LaneState) -> None:
+    """Refuses a step whose gradients were cleared, or that another ModelOptimizer has added to."""
+    if lane.own_passes != lane.passes:
+        settle_foreign(lane)
+    lane.window.check_gradients(lane.stepped)
+
+
+def settle_foreign(lane: LaneState) -> None:
     """Drops gradients that the backward pass of another ModelOptimizer has left, as a plain zero_grad() does."""
-    if not others_ran or lane.shared or lane.peers is not None:
+    if lane.shared or lane.peers is not None:
         return
     if lane.window.untouched:
         foreign = [p for p in {*lane.params, *lane.stepped} if p.grad is not None]

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,14 +29,16 @@ COLUMNS = (
     "step", "loss", "loss_smooth", "grad_norm", "clip_rate", "lr", "update_ratio", "samples_s", "wait_rate",
     "peak_mb", "loss_scale", "skipped", "metric_online", "metric_deploy", "deploy_gap",
 )  # fmt: skip
-# What a checkpoint holds of the open interval.
-_COUNTS = ("clipped", "steps", "low", "weight", "clipped_lately", "lately")
+# How many columns, the last ones, a validation fills.
+_VALIDATED = 3
 # What `print` shows of a row.
 _PRINTED = ("loss", "lr", "grad_norm", "samples_s", "metric_online", "metric_deploy")
 _SMOOTHING = 0.98
 _NORMS_KEPT = 101
 # Accepted steps between two decisions on what to warn of, however often rows are written.
 _REVIEW = 10
+# Up to this step, every row has an `update_ratio`.
+_EACH_UPDATE = 100
 _ADDRESS = Tensor.data_ptr
 _LOW = 50
 # Seconds between two readings of peak memory, at least: it hardly grows in between, and asking the kernel costs.
@@ -44,6 +46,17 @@ _PEAK_EVERY = 0.1
 # Bytes of weights that `update_ratio` is measured on: more of them say nothing new, and they are copied for it. They
 # are the first elements of so many parameters at most, from the first to the last one at equal distances.
 _RATIO_BYTES, _RATIO_PARAMS = 2**13, 64
+
+
+class _Totals(NamedTuple):
+    """Sums since this process began."""
+
+    steps: int
+    clipped: int
+    scale_drops: int
+    weight: float
+    waited: float  # seconds
+    time: float  # seconds on the clock
 
 
 class Monitor:
@@ -55,7 +68,6 @@ class Monitor:
         self.interval = config.log_interval
         self.columns = COLUMNS + (tuple(f"grad_norm/{n}" for n in names) if config.per_layer else ())
         self.per_layer = config.per_layer
-        self._measures_updates = config.update_ratio
         self.rows: list[array[float]] = []  # one array of float64 per row, in the order of `columns`
         # Whether data are loaded when needed, so that more workers could help; off where they lie in memory
         self.loads = True
@@ -65,20 +77,21 @@ class Monitor:
         self._active: set[str] = set()
         self._said: dict[str, str] = {}
         self._times: Counter[str] = Counter()
+        self._measures_updates = config.update_ratio
         self._params = params
-        self._watched, self._at = _within(params, _RATIO_BYTES), list(map(_ADDRESS, params))
+        self._watched: list[Tensor] = []
+        self._at: list[int] = []  # addresses of the parameters that `_watched` looks into
         self._before: Tensor | None = None
+        self._measured = 0  # the last step that `update_ratio` was measured of
         self._device = device_of(params[0])
         self._norms: deque[float] = deque(maxlen=_NORMS_KEPT)
         self._median = math.inf
-        self._low = 0
-        self._smooth: float | None = None
-        self._clipped = self._steps = 0
-        self._weight = 0.0
-        self._since = self._reviewed = time.perf_counter()
-        self.waited = self._waited_then = 0.0
-        self._clipped_lately = self._lately = 0
-        self._scale_drops = 0
+        self._low = 0  # steps in a row whose norm was far below the median
+        self._smooth = math.nan
+        # Totals, and what they were at the last row and at the last decision on what to warn of
+        self._steps = self._clipped = self._scale_drops = 0
+        self._weight = self.waited = 0.0
+        self._at_row = self._at_review = self._totals()
         self._peak, self._peak_read = 0.0, -math.inf
         self.write: Callable[[str], object] | None = partial(print, flush=True) if config.print else None
         self.trackers: list[Callable[[dict[str, float]], object]] = []
@@ -90,6 +103,9 @@ class Monitor:
                     writer.add_scalar(name, row[name], int(row["step"]))
 
             self.trackers.append(draw)
+
+    def _totals(self) -> _Totals:
+        return _Totals(self._steps, self._clipped, self._scale_drops, self._weight, self.waited, time.perf_counter())
 
     def hush(self) -> None:
         """Goes on watching, but leaves it to another rank to speak and to draw."""
@@ -117,64 +133,81 @@ class Monitor:
         """Whether accepted step number `step` will be a row."""
         return self.interval > 0 and step % self.interval == 0
 
-    def before(self) -> None:
-        """Called before a step that will be a row."""
+    def before(self, step: int) -> None:
+        """Called before a step that will be a row. `update_ratio` costs as much as the rest of a row: after the first
+        steps it is measured at every tenth of them, at most."""
+        if not self._measures_updates or (step > _EACH_UPDATE and step - self._measured < _REVIEW):
+            return
+        self._measured = step
         addresses = list(map(_ADDRESS, self._params))
-        if addresses != self._at:  # `module.to()` has moved them
+        if addresses != self._at:  # the first time, and where `module.to()` has moved them
             self._watched, self._at = _within(self._params, _RATIO_BYTES), addresses
-        self._before = None
-        if self._watched and self._measures_updates:
-            self._before = torch.cat(self._watched)
+        self._before = torch.cat(self._watched) if self._watched else None
 
     def accepted(self, loss: float, norm: float, weight: float, *, clipped: bool) -> None:
         """Takes in one accepted step."""
         self._steps += 1
-        self._clipped += clipped
         self._weight += weight
-        if not math.isnan(loss):
-            self._smooth = loss if self._smooth is None else _SMOOTHING * self._smooth + (1 - _SMOOTHING) * loss
+        self._norms.append(norm)
+        if clipped:
+            self._clipped += 1
+        if self._smooth == self._smooth:  # not NaN
+            if not math.isnan(loss):
+                self._smooth = _SMOOTHING * self._smooth + (1 - _SMOOTHING) * loss
+        else:
+            self._smooth = loss
         if norm > 100 * self._median:
             self.warn("norm_high", f"gradient norm {norm:.3g} is above 100 times its median {self._median:.3g}")
-        self._low = self._low + 1 if norm < 0.1 * self._median < math.inf else 0
-        if self._low == _LOW:
-            self.warn("norm_low", f"gradient norm below a tenth of its median for {_LOW} steps")
-        self._norms.append(norm)
-        self._clipped_lately += clipped
-        self._lately += 1
-        if self._lately == _REVIEW:
+        elif norm < 0.1 * self._median < math.inf:
+            self._low += 1
+            if self._low == _LOW:
+                self.warn("norm_low", f"gradient norm below a tenth of its median for {_LOW} steps")
+        else:
+            self._low = 0
+        if self._steps % _REVIEW == 0:
             self._review(norm)
 
     def scale_fell(self, scale: float, *, at_floor: bool) -> None:
         """Takes in one rejected step of fp16."""
         self._scale_drops += 1
+        drops = self._scale_drops - self._at_review.scale_drops
         if at_floor:
             self.warn("scale", f"the loss scale is down to {scale:g} and steps still overflow")
-        elif self._scale_drops >= 5:
-            self.warn(
-                "scale", f"the loss scale keeps falling: {scale:g} now, {self._scale_drops} halvings in a few steps"
-            )
+        elif drops >= 5:
+            self.warn("scale", f"the loss scale keeps falling: {scale:g} now, {drops} halvings in a few steps")
 
-    def row(self, *, step: int, loss: float, norm: float, skipped: int, further: Mapping[str, float]) -> None:
-        """Closes an interval with a row; `further` are the cells of other columns, rate and loss scale among them."""
-        now = time.perf_counter()
-        seconds = max(now - self._since, 1e-9)
-        steps = max(self._steps, 1)
-        if now - self._peak_read > _PEAK_EVERY:
-            self._peak, self._peak_read = peak_bytes(self._device) / 2**20, now
-        values: dict[str, float] = {
-            "step": step, "loss": loss, "grad_norm": norm,
-            "clip_rate": self._clipped / steps, "update_ratio": self._ratio(),
-            "samples_s": self._weight / seconds, "peak_mb": self._peak, "skipped": skipped, **further,
-        }  # fmt: skip
-        if self._smooth is not None:
-            values["loss_smooth"] = self._smooth
-        if self.waited:
-            values["wait_rate"] = self.waited / seconds
-        self.rows.append(array("d", [values.get(column, math.nan) for column in self.columns]))
-        self._publish(values)
-        self._clipped = self._steps = 0
-        self._waited_then -= self.waited  # goes on counting over the row
-        self._weight, self._since, self.waited = 0.0, now, 0.0
+    def row(
+        self, step: int, loss: float, norm: float, lr: float, scale: float, skipped: int, more: Mapping[str, float]
+    ) -> None:
+        """Closes an interval with a row; `more` are the cells of further columns."""
+        now, then = self._totals(), self._at_row
+        self._at_row = now
+        seconds = max(now.time - then.time, 1e-9)
+        if now.time - self._peak_read > _PEAK_EVERY:
+            self._peak, self._peak_read = peak_bytes(self._device) / 2**20, now.time
+        clip_rate = (now.clipped - then.clipped) / max(now.steps - then.steps, 1)
+        speed = (now.weight - then.weight) / seconds
+        waited = (now.waited - then.waited) / seconds or math.nan
+        # In the order of COLUMNS; what a validation measures comes later.
+        cells = [
+            step,
+            loss,
+            self._smooth,
+            norm,
+            clip_rate,
+            lr,
+            self._ratio(),
+            speed,
+            waited,
+            self._peak,
+            scale,
+            skipped,
+        ]
+        cells += [math.nan] * _VALIDATED
+        for column in self.columns[len(COLUMNS) :]:
+            cells.append(more.get(column, math.nan))
+        self.rows.append(array("d", cells))
+        self._publish(dict(zip(self.columns, cells, strict=True)))
 
     def speed(self) -> dict[str, float]:
         """`samples_s` of the last interval that was measured: a row of a validation alone has none."""
@@ -220,28 +253,24 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         flat = torch.tensor(self.rows, dtype=torch.float64).reshape(-1, len(self.columns))
-        counts = {name: getattr(self, f"_{name}") for name in _COUNTS}
         return {"rows": flat, "columns": list(self.columns), "smooth": self._smooth, "norms": list(self._norms),
-                "median": self._median, "warnings": dict(self._said), "times": dict(self._times),
-                "active": sorted(self._active), **counts}  # fmt: skip
+                "median": self._median, "low": self._low, "warnings": dict(self._said), "times": dict(self._times),
+                "active": sorted(self._active)}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows = []
         for numbers in state["rows"].tolist():
             cells = dict(zip(state["columns"], numbers, strict=True))
             self.rows.append(array("d", [cells.get(column, math.nan) for column in self.columns]))
-        self._smooth, self._median = state["smooth"], state["median"]
+        self._smooth, self._median, self._low = state["smooth"], state["median"], state["low"]
         self._norms.clear()
         self._norms.extend(state["norms"])
-        for name in _COUNTS:
-            setattr(self, f"_{name}", state[name])
-        self._since = self._reviewed = time.perf_counter()
-        self.waited = self._waited_then = 0.0
+        self._at_row = self._at_review = self._totals()  # an interval does not go over a break
         # What this process has already said (of the model, before it loaded; before a rollback) stays said.
-        self._said = {**state.get("warnings", {}), **self._said}
-        for key, times in state.get("times", {}).items():
+        self._said = {**state["warnings"], **self._said}
+        for key, times in state["times"].items():
             self._times[key] = max(self._times[key], times)
-        self._active |= set(state.get("active", ()))
+        self._active |= set(state["active"])
 
     def _ratio(self) -> float:
         if self._before is None:
@@ -252,27 +281,24 @@ class Monitor:
         return moved / size if size else math.nan
 
     def _review(self, norm: float) -> None:
-        now = time.perf_counter()
-        clipped = self._clipped_lately / self._lately
-        wait = (self.waited - self._waited_then) / max(now - self._reviewed, 1e-9)
+        now, then = self._totals(), self._at_review
+        self._at_review = now
         self._median = statistics.median(self._norms)
-        if norm <= 100 * self._median:
-            self._active.discard("norm_high")
-        if not self._low:
-            self._active.discard("norm_low")
-        shares = {
-            "clip": (clipped, "of the steps were clipped: lower the rate or raise the bound"),
-            "wait": (wait if self.loads else 0.0, "of the time goes to waiting for data: more workers may help"),
+        clipped = (now.clipped - then.clipped) / max(now.steps - then.steps, 1)
+        waited = (now.waited - then.waited) / max(now.time - then.time, 1e-9)
+        if clipped > 0.3:
+            self.warn("clip", f"{clipped:.0%} of the steps were clipped: lower the rate or raise the bound")
+        if self.loads and waited > 0.3:
+            self.warn("wait", f"{waited:.0%} of the time goes to waiting for data: more workers may help")
+        # A cause that is gone is warned of again when it comes back.
+        gone = {
+            "norm_high": norm <= 100 * self._median,
+            "norm_low": not self._low,
+            "clip": clipped <= 0.3,
+            "wait": not self.loads or waited <= 0.3,
+            "scale": now.scale_drops == then.scale_drops,
         }
-        for key, (share, text) in shares.items():
-            if share > 0.3:
-                self.warn(key, f"{share:.0%} {text}")
-            else:
-                self._active.discard(key)
-        if self._scale_drops == 0:
-            self._active.discard("scale")
-        self._clipped_lately = self._lately = self._scale_drops = 0
-        self._reviewed, self._waited_then = now, self.waited
+        self._active -= {key for key, is_gone in gone.items() if is_gone}
 
     def warn(self, key: str, text: str) -> None:
         """Counts a warning, unless the last one of this `key` still holds. The first one of each key is also logged."""

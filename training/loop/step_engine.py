@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 from weakref import WeakMethod
@@ -29,7 +28,6 @@ from layerline.training.optimizers import custom, gradient_norm
 _GREATEST_NORM = 1e18
 # The model is searched for changes before steps 1, 2, 4, … 64, then every 64: it takes some microseconds a layer.
 _CHECK_EVERY = 64
-_ALONE = nullcontext()
 _TRAINED = attrgetter("requires_grad")
 
 
@@ -44,7 +42,9 @@ class Lane(LaneState):
         self._max_value = config.clip.value
         self._window_size = config.accumulate.steps
         self.next_model_check = 0  # the step before which the model is checked again
-        self._spent: list[Tensor] = []  # gradients of the last step, whose memory the next backward pass takes
+        # On a CPU, gradients of the last step, whose memory the next backward pass takes
+        self._spent: list[Tensor] = []
+        self._keeps_gradients = self.device.type == "cpu"
         self._counts: set[int] = set()  # how many gradients a step had, where it was not all of them
         # The model tells of weights that are loaded into it, without keeping an optimizer that is gone.
         reference = WeakMethod(self._loaded)
@@ -93,14 +93,14 @@ class Lane(LaneState):
         window = self.window
         if self.ema is not None and self.ema.swapped:
             self.refuse_averages("step")
-        if not (isinstance(loss, Tensor) and loss.requires_grad and not loss.ndim and not loss.is_complex()):
-            check_loss(loss)
+        check_loss(loss)
         if weight is not None:
             weight = counted(weight)
         if not self.steps:
             loop_mistakes.warn_of_changed_loss(self.monitor, loss, weight, self._window_size)
         try:
-            loop_mistakes.settle_foreign(self, self.own_passes != LaneState.passes)
+            if self.own_passes != LaneState.passes:
+                loop_mistakes.settle_foreign(self)
             if window.weighted is not None:
                 window.check(weight, self.stepped)
             if self.scale.on and window.untouched:
@@ -112,10 +112,8 @@ class Lane(LaneState):
             if window.factor != 1.0:
                 loss = loss * window.factor
             self._spent = []
-            with _ALONE if self.peers is None else self.peers.backward():
-                self._differentiate(loss)
-            LaneState.passes += 1
-            self.own_passes = LaneState.passes
+            self._differentiate(loss)
+            LaneState.passes = self.own_passes = LaneState.passes + 1
             if self.masters is not None:
                 self.masters.collect()
             window.witness = None  # of an earlier call: this one has written to it
@@ -126,8 +124,11 @@ class Lane(LaneState):
             loop_mistakes.explain_backward(self, error)
             raise
 
-    def _differentiate(self, loss: Tensor) -> None:
-        if self.sophia is not None and self.sophia.wants_curvature():
+    def _differentiate(self, loss: Tensor, *, alone: bool = False) -> None:
+        if self.peers is not None and not alone:
+            with self.peers.backward():
+                self._differentiate(loss, alone=True)
+        elif self.sophia is not None and self.sophia.wants_curvature():
             self.sophia.backward(loss, self.params)
         else:
             torch.autograd.backward(loss, inputs=self.params if self.shared else None)
@@ -182,8 +183,7 @@ class Lane(LaneState):
     def _attempt(self) -> bool:
         window, peers = self.window, self.peers
         if window.witness is not None:
-            loop_mistakes.settle_foreign(self, self.own_passes != LaneState.passes)
-            window.check_gradients(self.stepped)
+            loop_mistakes.check_window(self)
         if self._went_back():
             return False
         for policy in self.policies():
@@ -235,18 +235,13 @@ class Lane(LaneState):
         return False
 
     def _accept(self, grads: list[Tensor], norm: float, loss: float, unscale: float) -> None:
-        monitor, number = self.monitor, self.steps + 1
-        row: dict[str, float] = {}
-        if monitor.due(number):
-            if monitor.per_layer:
-                # Apart from the norm that clips, so that watching changes nothing.
-                norms = gradient_norm.numbers(self._norms(grads))
-                names = [n for n, p in zip(self.names, self.stepped, strict=True) if p.grad is not None]
-                row = {f"grad_norm/{n}": norm * unscale for n, norm in zip(names, norms, strict=True)}
-            row |= {"lr": self.rate.current, "loss_scale": self.scale.value}
+        monitor, peers, number = self.monitor, self.peers, self.steps + 1
+        due = monitor.due(number)
+        if due:
+            rate, scale = self.rate.current, self.scale.value  # of this step: policies set those of the next one
+            more = self._norms_by_name(grads, unscale) if monitor.per_layer else {}
+            monitor.before(number)
         self._scale_and_clip(grads, norm, unscale)
-        if row:
-            monitor.before()
         self._move()
         self._check_schedule(number)
         for policy in self.policies():
@@ -254,17 +249,23 @@ class Lane(LaneState):
         self.steps, self.skipped_in_a_row, self.loss, self.grad_norm = number, 0, loss, norm
         # Without a count of samples the weight stands for them: micro-batches, or what the user weighs by.
         samples = self.window.samples or 1.0 / (unscale * self.window.factor)
-        if self.peers is not None:
-            samples *= self.peers.size
+        if peers is not None:
+            samples *= peers.size
         monitor.accepted(loss, norm, samples, clipped=norm > self._max_norm)
-        if row:
-            if self.peers is not None:
-                row |= self.peers.figures()
-            monitor.row(step=number, loss=loss, norm=norm, skipped=self.skipped, further=row)
+        if due:
+            if peers is not None:
+                more |= peers.figures()
+            monitor.row(number, loss, norm, rate, scale, self.skipped, more)
         self.forget()
-        if not math.isnan(loss) and self.device.type == "cpu" and self.peers is None:
+        if self._keeps_gradients and peers is None and not math.isnan(loss):
             # Freed here, this memory would go back to the system and be fetched again, page by page, in the next step.
             self._spent = grads
+
+    def _norms_by_name(self, grads: list[Tensor], unscale: float) -> dict[str, float]:
+        # Apart from the norm that clips, so that watching changes nothing.
+        norms = gradient_norm.numbers(self._norms(grads))
+        names = [n for n, p in zip(self.names, self.stepped, strict=True) if p.grad is not None]
+        return {f"grad_norm/{n}": norm * unscale for n, norm in zip(names, norms, strict=True)}
 
     def _scale_and_clip(self, grads: list[Tensor], norm: float, unscale: float) -> None:
         factor = unscale

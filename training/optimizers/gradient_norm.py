@@ -31,8 +31,7 @@ def norm(grads: list[Tensor]) -> float:
 
 def numbers(values: Sequence[Tensor]) -> list[float]:
     """The numbers in tensors of one element. Of one GPU they are read together: each read waits until it is idle."""
-    first = values[0].device
-    if len(values) > 1 and first.type != "cpu" and all(v.device == first for v in values):
+    if len(values) > 1 and values[0].device.type != "cpu" and all(v.device == values[0].device for v in values):
         read: list[float] = torch.stack(list(values)).tolist()
         return read
     return [v.item() for v in values]

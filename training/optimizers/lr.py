@@ -117,8 +117,9 @@ class Rate(Policy):
     @property
     def current(self) -> float:
         """The rate of the coming update, of the first group: the configured rate, unless rules match all parameters."""
-        if self._groups:
-            return float(self._groups[0]["lr"])
+        for group in getattr(self._optimizer, "param_groups", ()):
+            if isinstance(group, dict) and "lr" in group:
+                return float(group["lr"])
         return self.base * self._multiplier
 
     def state_dict(self) -> dict[str, Any]:

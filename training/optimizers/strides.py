@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from layerline.training.model.tensor_forms import dense
 
+_STRIDE = Tensor.stride
+
 
 class Strides:
     """Puts what differs in order before a step."""
@@ -24,12 +26,12 @@ class Strides:
     def settled(self, grads: Sequence[Tensor]) -> bool:
         """Whether all strides are as they were last settled; a quick test by the gradients and parameters alone."""
         now = self._settled
-        return [g.stride() for g in grads] == now and [p.stride() for p in self._params] == now
+        return list(map(_STRIDE, grads)) == now and list(map(_STRIDE, self._params)) == now
 
     @torch.no_grad()
     def settle(self, *, anew: bool = False) -> None:
         """Before a step, with the gradients there: looks at states where a parameter moved, or a state was loaded."""
-        now = [p.stride() for p in self._params]
+        now = list(map(_STRIDE, self._params))
         if anew or now != self._settled:
             parts = inner(self._optimizer)
             for param, stepped in zip(self._params, self._stepped, strict=True):

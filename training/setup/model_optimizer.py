@@ -91,10 +91,11 @@ class ModelOptimizer:
             self.lanes[name] = Lane(module, self.config, optimizers.get(name), shared=len(models) > 1)
         self._main = next(iter(self.lanes.values()))
         self.extras: dict[str, Any] = {}
+        self._halves = self.config.accumulate.on_oom == "halve"
         self.saved: Path | None = None
         for name, lane in self.lanes.items():
             capabilities.attach(lane, self.ranks, partial(checkpoint.roll_back, self, name))
-            if self.config.accumulate.on_oom == "halve":
+            if self._halves:
                 halving.check(lane)
             gradual = configured(lane.model, self.config)
             if gradual is not None:
@@ -164,7 +165,7 @@ class ModelOptimizer:
             moved, loss = lane.step_closure(closure)
         else:
             moved = lane.step(loss, weight, samples)
-            if self.config.accumulate.on_oom == "halve":
+            if self._halves:
                 lane.monitor.warn("on_oom", "accumulate.on_oom: halve needs mo.train_step(batch, forward) in place of "
                                             "mo.step(loss), which cannot run the forward pass again")  # fmt: skip
         read = lane.window.last_read
@@ -183,7 +184,7 @@ class ModelOptimizer:
         BatchNorm, which normalises each part.
         """
         lane = self._lane(only, "train_step")
-        if self.config.accumulate.on_oom == "halve":
+        if self._halves:
             models = [other.model for other in self.lanes.values()]
             loss, weight, parts = halving.accumulate(lane, batch, forward, self.autocast, models)
             moved = lane.step(None, samples=samples)
@@ -204,9 +205,11 @@ class ModelOptimizer:
         return self._after(any(moved))
 
     def _after(self, moved: bool) -> bool:
+        if not (moved and self._timed):
+            return moved
         step, config = self.global_step, self.config.monitor
         # Several models step one after the other: each interval is served once.
-        if moved and self._timed and step != self._served:
+        if step != self._served:
             self._served = step
             if config.valid_interval and step % config.valid_interval == 0:
                 if self._metric is not None:
