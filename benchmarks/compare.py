@@ -1,10 +1,13 @@
 """Every value of ResNet-18 at 224x224 against its int8 Q/DQ version: Layerline's compare against qdq_loss_debug.
 
-    python benchmarks/compare.py [--samples 32] [--rounds 3]
+    python benchmarks/compare.py [--samples 32] [--rounds 3] [--polygraphy PYTHON]
 
-Both get the same two files and the same random samples; each run is a process of its own, ours and the peer's in turn,
+All get the same two files and the same random samples; each run is a process of its own, ours and the others in turn,
 and figures are medians. Seconds are those of the comparison, from the files to the table; imports and the making of
-the data don't count. Peak MB is the whole process. Ends in one JSON line.
+the data don't count. CPU seconds say more where other work shares the machine. Peak MB is the whole process. `plain`
+runs the two models in default sessions and compares nothing. `isolated` also measures each layer with exact inputs.
+With the Python of an environment that has polygraphy and onnxruntime, its Comparator takes part on 8 samples.
+Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -83,17 +86,56 @@ def peer(folder: Path, count: int) -> int:
     return len(debug.compute_activation_error(matched))
 
 
+def isolated(folder: Path, count: int) -> int:
+    import onnx
+
+    from layerline.compare.compare_models import compare
+
+    models = [onnx.load(folder / f"{name}.onnx") for name in ("float", "qdq")]
+    return len(compare(*models, samples(count), isolated=True))
+
+
+def plain(folder: Path, count: int) -> int:
+    import onnxruntime as ort
+
+    sessions = [ort.InferenceSession(str(folder / f"{name}.onnx")) for name in ("float", "qdq")]
+    for feed in samples(count):
+        for session in sessions:
+            session.run(None, feed)
+    return 0
+
+
+def polygraphy(folder: Path, count: int) -> int:
+    from polygraphy import constants
+    from polygraphy.backend.onnx import ModifyOutputs, OnnxFromPath
+    from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
+    from polygraphy.comparator import Comparator, CompareFunc
+
+    runners = []
+    for name in ("float", "qdq"):
+        tapped = ModifyOutputs(OnnxFromPath(str(folder / f"{name}.onnx")), outputs=constants.MARK_ALL)
+        runners.append(OnnxrtRunner(SessionFromOnnx(lambda tapped=tapped: tapped().SerializeToString()), name=name))
+    results = Comparator.run(runners, data_loader=list(samples(count)))
+    compared = Comparator.compare_accuracy(results, compare_func=CompareFunc.simple(check_error_stat="mean"))
+    return len(compared.output_names())
+
+
+WAYS = {"ours": ours, "isolated": isolated, "plain": plain, "peer": peer, "polygraphy": polygraphy}
+
+
 def one_run(who: str, folder: Path, count: int) -> dict[str, float]:
-    start = time.perf_counter()
-    values = {"ours": ours, "peer": peer}[who](folder, count)
-    seconds = time.perf_counter() - start
-    return {"seconds": seconds, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "values": values}
+    before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    values = WAYS[who](folder, count)
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": seconds, "cpu_seconds": cpu, "peak_mb": after.ru_maxrss / 1024, "values": values}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--polygraphy", metavar="PYTHON", help="of an environment that has polygraphy and onnxruntime")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -102,30 +144,31 @@ def main() -> None:
 
         print(json.dumps(one_run(options.one[0], Path(options.one[1]), options.samples)))
         return
-    runs: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
+    turns = [(who, sys.executable, options.samples) for who in ("ours", "isolated", "plain", "peer")]
+    if options.polygraphy:
+        turns += [("ours on 8", sys.executable, 8), ("polygraphy", options.polygraphy, 8)]
+    runs: dict[str, list[dict[str, float]]] = {who: [] for who, _, _ in turns}
     with tempfile.TemporaryDirectory() as folder:
         make_models(Path(folder))
         for _ in range(options.rounds):
-            for who, kept in runs.items():
-                line = [sys.executable, __file__, "--samples", str(options.samples), "--one", who, folder]
+            for who, python, count in turns:
+                line = [python, __file__, "--samples", str(count), "--one", who.split()[0], folder]
                 out = subprocess.run(line, check=True, capture_output=True, text=True).stdout
-                kept.append(json.loads(out.splitlines()[-1]))
-                print(f"{who}: {kept[-1]}")
-    median: dict[str, dict[str, float]] = {}
+                runs[who].append(json.loads(out.splitlines()[-1]))
+                print(f"{who}: {runs[who][-1]}")
+    medians: dict[str, dict[str, float]] = {}
     for who, kept in runs.items():
-        median[who] = {}
+        medians[who] = {}
         for figure in kept[0]:
-            median[who][figure] = statistics.median(run[figure] for run in kept)
+            medians[who][figure] = round(statistics.median(run[figure] for run in kept), 2)
     result = {
         "name": f"compare every value, ResNet-18, {options.samples} samples",
-        "ours": round(median["ours"]["seconds"], 2),
-        "theirs": round(median["peer"]["seconds"], 2),
-        "ratio": round(median["ours"]["seconds"] / median["peer"]["seconds"], 3),
+        "ours": medians["ours"]["seconds"],
+        "theirs": medians["peer"]["seconds"],
+        "ratio": round(medians["ours"]["seconds"] / medians["peer"]["seconds"], 3),
         "unit": "s",
         "peer": "onnxruntime qdq_loss_debug",
-        "ours_peak_mb": round(median["ours"]["peak_mb"]),
-        "theirs_peak_mb": round(median["peer"]["peak_mb"]),
-        "values": int(median["ours"]["values"]),
+        "all": medians,
     }
     print(json.dumps(result))
 
