@@ -19,9 +19,9 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.backends.tensorrt.builder import TensorRT
 from layerline.backends.tensorrt.engine_session import EngineSession
 from layerline.backends.tensorrt.profiles import admitting
-from layerline.compare.compare_models import sides_of_qdq
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.topk_indices import Pointer, pointed_at, pointers
+from layerline.compare.value_pairs import sides_of_qdq
 from layerline.compare.value_types import Shape, types_of
 from layerline.graph.analysis.rounding_noise import drawn
 from layerline.graph.io import onnx_files

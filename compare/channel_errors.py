@@ -11,7 +11,7 @@ from onnx import numpy_helper
 from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light, Model, split
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.compare.compare_models import Comparison
+from layerline.compare.comparison import Comparison
 from layerline.compare.comparison_graph import joint
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import LayerDiff, Scalar, decibels

@@ -12,10 +12,11 @@ import onnx
 from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light, Model, split
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
-from layerline.compare.compare_models import HANDED_OVER, Comparison, why_two_sessions
+from layerline.compare.comparison import HANDED_OVER, Comparison
 from layerline.compare.comparison_graph import effects_graph
 from layerline.compare.pair_metrics import Pair, distance, trusted
 from layerline.compare.tensor_distance import Distance, diff_arrays
+from layerline.compare.value_pairs import why_two_sessions
 from layerline.graph.analysis.rounding_noise import drawn
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import EFFECT, GAIN, OWN, Report, decibels

@@ -13,8 +13,8 @@ from onnx import helper
 from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.compare.compare_models import pair_values
 from layerline.compare.tensor_distance import Distance, diff_arrays
+from layerline.compare.value_pairs import pair_values
 from layerline.compare.value_types import Shape, infer
 from layerline.graph.analysis.proto_queries import reads
 from layerline.graph.io import onnx_files

@@ -13,9 +13,10 @@ from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.backends.subprocess_build import GB, Limits, Log, bounded, machine_memory
 from layerline.compare.channel_errors import channel_errors
-from layerline.compare.compare_models import compare, computed_values, sides_of_qdq, why_two_sessions
+from layerline.compare.compare_models import compare
 from layerline.compare.output_effects import with_effects
 from layerline.compare.region import reproduce
+from layerline.compare.value_pairs import computed_values, sides_of_qdq, why_two_sessions
 from layerline.export import probe_files
 from layerline.export.signature import Value, signature
 from layerline.graph.io import module_identity, onnx_files

@@ -10,8 +10,9 @@ import onnx
 
 from layerline.backends.base import Feed
 from layerline.backends.light import Light
-from layerline.compare.compare_models import compare, floors, pair_values, why_two_sessions
+from layerline.compare.compare_models import compare, floors
 from layerline.compare.topk_indices import pointers
+from layerline.compare.value_pairs import pair_values, why_two_sessions
 from layerline.compare.value_types import CODES
 from layerline.export.signature import signature
 from layerline.graph.analysis.rounding_noise import drawn, random_note, unjudged

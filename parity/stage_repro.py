@@ -11,8 +11,9 @@ import numpy as np
 from layerline.backends.base import Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.compare.compare_models import compare, computed_values
+from layerline.compare.compare_models import compare
 from layerline.compare.region import region, reproduce, show
+from layerline.compare.value_pairs import computed_values
 from layerline.compare.value_types import infer
 from layerline.export import probe_files
 from layerline.graph.io import onnx_files

@@ -206,7 +206,7 @@ def _compare(case: _Case, fused: Fused) -> tuple[LayerDiff, ...]:
 
 def _pairs(graph: onnx.GraphProto, fused: Fused) -> dict[str, str]:
     """Value of the unfused model to the value of the fused one that holds the same numbers."""
-    from layerline.compare.compare_models import computed_values
+    from layerline.compare.value_pairs import computed_values
 
     fused_values = set(computed_values(fused.light.model.graph))
     # A rewrite may put its result under another name; several in a row are followed.

@@ -161,7 +161,7 @@ def _free_column(key: str, values: Sequence[Scalar], worse: Kind) -> _Cells:
         return Column(label), [figure(value) for value in values]
     numbers = [None if value is None else float(value) for value in values]
     if key == GAIN:
-        return Column(label, worse), ["" if number is None else f"{number:+.1f}" for number in numbers]
+        return Column(label, worse), ["" if number is None else f"{round(number, 1) + 0.0:+.1f}" for number in numbers]
     if key.endswith("_db"):
         return Column(label, "low"), [decibels(number) for number in numbers]
     if key in (CLIPPED, "clipped_there"):

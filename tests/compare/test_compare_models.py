@@ -9,7 +9,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
-from layerline.compare.compare_models import compare, diff_arrays, why_two_sessions
+from layerline.compare.compare_models import compare
+from layerline.compare.tensor_distance import diff_arrays
+from layerline.compare.value_pairs import why_two_sessions
 from layerline.pipeline.errors import StageError
 
 RNG = np.random.default_rng(0)

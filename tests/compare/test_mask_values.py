@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerline.compare import compare_models as module
+from layerline.compare import comparison as module
 from layerline.compare.compare_models import compare
 from tests.graph.fusing import normal, parse
 

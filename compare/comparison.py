@@ -1,0 +1,195 @@
+"""One comparison of two models that is going on: their pairs of values, and the sessions that measure them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from layerline.backends.base import Array, Feed
+from layerline.backends.light import Light
+from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
+from layerline.compare.comparison_graph import ISOLATED, isolated_model, joint
+from layerline.compare.pair_metrics import Pair, distance, trusted
+from layerline.compare.tensor_distance import Distance, diff_arrays
+from layerline.compare.topk_indices import pointers, resolved
+from layerline.compare.value_pairs import pair_values, why_two_sessions
+from layerline.compare.value_types import CODES, Shape, infer
+from layerline.pipeline.errors import StageError
+
+HANDED_OVER = 256 << 20
+"""Bytes of inner values that one run hands over to numpy; more of them take further runs."""
+
+
+class Comparison:
+    """One comparison: the pairs, and the sessions, each opened when it is first needed.
+
+    Attributes:
+        pairs: the values that are compared.
+        types: element type and shape of the reference's side of each pair.
+        one_graph: whether both models run as one graph.
+        measured: number of feeds so far.
+    """
+
+    def __init__(
+        self,
+        reference: Light,
+        candidate: Light,
+        names: Mapping[str, str] | None,
+        isolated: bool,
+        runtime: OnnxRuntime,
+        settled: Collection[str] = (),
+    ) -> None:
+        self.reference = reference
+        self.candidate = candidate
+        self.isolated = isolated
+        self.runtime = runtime
+        self.one_graph = why_two_sessions(reference.model, candidate.model) is None
+        self.measured = 0
+        self._settled = settled
+        self.pairs: list[Pair] = []
+        self.types: dict[str, tuple[str, Shape]] = {}
+        self._sessions: dict[str, OrtSession] = {}
+        self._pair(pair_values(reference.model, candidate.model, names))
+        self._unclear = set[int]()
+        # The pairs that each run measures.
+        self._runs: list[set[int]] = [set(range(len(self.pairs)))]
+
+    def measure(self, feed: Feed) -> list[tuple[Distance, Distance]]:
+        """The distance of each pair on one feed: cumulative, and isolated (zero where not wanted)."""
+        self.measured += 1
+        distances = self._joint(feed) if self.one_graph else None
+        if distances is None:
+            return self._by_hand(feed)
+        doubtful = set[int]()
+        for i, (pair, both) in enumerate(zip(self.pairs, distances, strict=True)):
+            # numpy measured the small and the unclear ones already.
+            if i not in self._unclear and not pair.small and not all(trusted(pair, d) for d in both):
+                doubtful.add(i)
+        if not doubtful:
+            return distances
+        # Pairs with NaN, Inf or a mask, or with sums beyond float32, are measured by numpy from here on.
+        self._unclear |= doubtful
+        self._sessions.clear()
+        self._runs = [set(range(len(self.pairs))) - self._unclear]
+        room = HANDED_OVER
+        for i in sorted(self._unclear):
+            total = distances[i][0]
+            elements = total.count + total.masked + total.nonfinite_a
+            # Four bytes an element, two sides, and two more where the layers are measured alone as well.
+            size = elements * (16 if self.isolated else 8)
+            if size > room:
+                self._runs.append(set())
+                room = HANDED_OVER
+            self._runs[-1].add(i)
+            room -= size
+        self._runs = [measured for measured in self._runs if measured]
+        return self._joint(feed) or self._by_hand(feed)
+
+    def _pair(self, matched: Mapping[str, str]) -> None:
+        graph = self.reference.model.graph
+        all_pointers = pointers(graph)
+        # Indices are measured on their data, so the rank of the data must be known to count the axis from the front.
+        taps = [*matched, *(all_pointers[a].data for a in matched if a in all_pointers)]
+        types_a = infer(self.reference, taps)
+        types_b = infer(self.candidate, list(matched.values()))
+        outputs = {o.name for o in graph.output}
+        for a, b in matched.items():
+            dtype_a, shape_a = types_a[a]
+            dtype_b, shape_b = types_b[b]
+            are_tensors = dtype_a in CODES and dtype_b in CODES
+            if not are_tensors and a not in outputs:
+                # Inner sequences and the like are left to their consumers; an output of such a type must be right.
+                continue
+            self.one_graph &= are_tensors and _may_be_equal(shape_a, shape_b)
+            pointer = all_pointers.get(a)
+            if pointer is not None and pointer.axis < 0:
+                pointer = replace(pointer, axis=pointer.axis + len(types_a[pointer.data][1]))
+            pair = Pair(
+                a=a,
+                b=b,
+                dtype_a=CODES.get(dtype_a, 0),
+                dtype_b=CODES.get(dtype_b, 0),
+                rank=min(len(shape_a), len(shape_b)),
+                size=_size(shape_a) if shape_a == shape_b else None,
+                pointer=pointer,
+            )
+            self.pairs.append(pair)
+            self.types[a] = types_a[a]
+
+    def _joint(self, feed: Feed) -> list[tuple[Distance, Distance]] | None:
+        """The distances from one graph of both models; None where it can't run, or shapes differ."""
+        distances = [(Distance(), Distance())] * len(self.pairs)
+        for number, measured in enumerate(self._runs):
+            key = f"joint {number}"
+            if key not in self._sessions:
+                model = joint(
+                    self.reference,
+                    self.candidate,
+                    self.pairs,
+                    measured=measured,
+                    whole=self._unclear,
+                    isolated=self.isolated,
+                    settled=self._settled,
+                )
+                self._sessions[key] = self.runtime.open(model)
+            try:
+                outputs = self._sessions[key].run(feed)
+            except StageError:
+                # Shapes that do not fit, an index out of range, a wrong feed. Two sessions find out whose fault it is.
+                return None
+            for i in measured:
+                cumulative = distance(outputs, str(i))
+                alone = distance(outputs, f"{i}/isolated")
+                # numpy measures the pairs whose shapes agree, and says how the others differ.
+                if cumulative.mismatch or alone.mismatch:
+                    return None
+                distances[i] = (cumulative, alone)
+        return distances
+
+    def _by_hand(self, feed: Feed) -> list[tuple[Distance, Distance]]:
+        a = self._side("a", self.reference, [p.a for p in self.pairs], feed)
+        b = self._side("b", self.candidate, [p.b for p in self.pairs], feed)
+        cumulative = [diff_arrays(*resolved(p.pointer, a, (a[p.a], b[p.b]))) for p in self.pairs]
+        # Isolated layers take values of the reference, which must have the shapes of the candidate.
+        alone = [Distance(mismatch="not run")] * len(cumulative)
+        if self.isolated and not any(d.mismatch for d in cumulative):
+            inputs = dict(feed)
+            inputs.update({f"a//{p.a}": a[p.a] for p in self.pairs if p.dtype_a and p.dtype_b})
+            isolated = self._side("isolated", isolated_model(self.candidate, self.pairs), [], inputs)
+            for i, pair in enumerate(self.pairs):
+                alone[i] = Distance()
+                if pair.pointer is None:
+                    alone[i] = diff_arrays(a[pair.a], isolated.get(ISOLATED + pair.b, b[pair.b]))
+        return list(zip(cumulative, alone, strict=True))
+
+    def _side(self, key: str, model: Light, taps: list[str], feed: Feed) -> dict[str, Array]:
+        if key not in self._sessions:
+            if key == "a":
+                taps += [p.pointer.data for p in self.pairs if p.pointer]
+            self._sessions[key] = self.runtime.open(model, list(dict.fromkeys(taps)))
+        session = self._sessions[key]
+        # The candidate may take only some of the reference's inputs; any other name is a mistake, and is reported.
+        declared = {i.name for i in self.reference.model.graph.input}
+        declared.update(i.name for i in self.candidate.model.graph.input)
+        feed = {k: v for k, v in feed.items() if k in session.inputs or k not in declared}
+        return feed | session.run(feed)
+
+
+def _may_be_equal(a: Shape, b: Shape) -> bool:
+    """Whether two shapes, symbolic sizes included, can be the same."""
+    if len(a) != len(b):
+        return False
+    for size_a, size_b in zip(a, b, strict=True):
+        if isinstance(size_a, int) and isinstance(size_b, int) and size_a != size_b:
+            return False
+    return True
+
+
+def _size(shape: Shape) -> int | None:
+    """Number of elements; None where a size is symbolic."""
+    total = 1
+    for size in shape:
+        if not isinstance(size, int):
+            return None
+        total *= size
+    return total

@@ -1,0 +1,95 @@
+"""Which values of two models stand for each other, and whether both models can be one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import onnx
+
+from layerline.compare.topk_indices import pointers
+from layerline.pipeline.errors import StageError
+
+
+def pair_values(
+    reference: onnx.ModelProto, candidate: onnx.ModelProto, pairs: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Reference value to candidate value, in the reference's topological order; outputs by position.
+
+    Raises:
+        StageError: a name in `pairs` that its model does not have, or another number of outputs.
+    """
+    outputs_a = [o.name for o in reference.graph.output]
+    outputs_b = [o.name for o in candidate.graph.output]
+    if len(outputs_a) != len(outputs_b):
+        raise StageError(
+            f"the reference gives {outputs_a}, the candidate {outputs_b}: outputs are paired by position",
+            where="outputs",
+        )
+    values_a = computed_values(reference.graph)
+    values_b = computed_values(candidate.graph)
+    if pairs is None:
+        pairs = {name: name for name in values_a}
+    else:
+        _check_names("reference", pairs.keys(), values_a)
+        _check_names("candidate", pairs.values(), values_b)
+    in_candidate = set(values_b)
+    matched = {a: pairs[a] for a in values_a if a in pairs and pairs[a] in in_candidate}
+    by_position = dict(zip(outputs_a, outputs_b, strict=True))
+    ordered = [a for a in values_a if a in matched or a in by_position]
+    # Outputs that no node computes (an input or a constant that is passed on) come last.
+    computed = set(ordered)
+    ordered += [a for a in by_position if a not in computed]
+    return {a: by_position.get(a) or matched[a] for a in ordered}
+
+
+def sides_of_qdq(graph: onnx.GraphProto, covered: Collection[str]) -> set[str]:
+    """Values that say again what a quantised value says: its integers, and what they stand for.
+
+    Args:
+        covered: values that have a row, and weights that the model stores.
+    """
+    outputs = {output.name for output in graph.output}
+    sources = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
+    sides = set(sources)
+    for node in graph.node:
+        if node.op_type == "DequantizeLinear" and sources.get(node.input[0], node.input[0]) in covered:
+            sides.add(node.output[0])
+    return sides - outputs
+
+
+def computed_values(graph: onnx.GraphProto) -> list[str]:
+    """Names of the values that the nodes of a graph compute, constants left out."""
+    nodes = [node for node in graph.node if node.op_type != "Constant"]
+    return [output for node in nodes for output in node.output if output]
+
+
+def _check_names(side: str, names: Iterable[str], values: Iterable[str]) -> None:
+    unknown = sorted(set(names) - set(values))
+    if unknown:
+        raise StageError(f"the {side} has no value called {unknown[0]!r}", where="pairs")
+
+
+def why_two_sessions(reference: onnx.ModelProto, candidate: onnx.ModelProto) -> str | None:
+    """Why the two cannot be one graph, in one sentence for a report's notes; None when they can."""
+    opsets_a, opsets_b = _opsets(reference), _opsets(candidate)
+    for domain in sorted(set(opsets_a) & set(opsets_b)):
+        if opsets_a[domain] != opsets_b[domain]:
+            versions = f"{opsets_a[domain]} and {opsets_b[domain]} of {domain or 'ai.onnx'}"
+            return f"compared as two sessions: opset {versions} cannot share a graph"
+    # The measuring nodes count axes from the end, which came with opset 11.
+    if min(opsets_a.get("", 0), opsets_b.get("", 0)) < 11:
+        return "compared as two sessions: below opset 11"
+    if any(m.graph.sparse_initializer for m in (reference, candidate)):
+        return "compared as two sessions: sparse initializers"
+    # Its functions may have the names of the reference's, with other bodies.
+    if candidate.functions:
+        return "compared as two sessions: the candidate has functions"
+    # The order of unsorted results is free, so they are sorted before they are compared; numpy does that.
+    if any(not p.ordered for p in pointers(reference.graph).values()):
+        return "compared as two sessions: a TopK leaves its order open"
+    return None
+
+
+def _opsets(model: onnx.ModelProto) -> dict[str, int]:
+    """Opset versions by domain; ai.onnx is another name of the empty domain."""
+    return {o.domain.replace("ai.onnx", "", 1): o.version for o in model.opset_import}
