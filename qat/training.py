@@ -36,8 +36,8 @@ from layerline.qat.graph_module import GraphModule
 from layerline.training.config.sections import Config
 from layerline.training.data.batches import Batches
 from layerline.training.data.distillation import Taught
+from layerline.training.distributed import rendezvous
 from layerline.training.run import hook_trial, train_loop
-from layerline.training.setup.capabilities import chosen_device
 
 RTOL = 1e-3
 """Greatest difference of an operator between torch and onnxruntime, relative to the greatest magnitude of its result.
@@ -103,7 +103,7 @@ def try_loss(task: Task, graph: GraphModule, options: QatOptions) -> None:
         TaskError: a hook is missing or failed.
         StageError: the graph does not take batches of this size.
     """
-    chosen_device(options.device, "quantize.qat.device")
+    rendezvous.device(options.device, "quantize.qat.device")
     model = student.maker(task, graph.inputs, graph.outputs)(graph)
     batches = Batches(task.call("train_data"), batch_size=options.batch_size, seed=None)
     with task.blaming("drawing a batch of train_data()"):
@@ -129,7 +129,7 @@ def try_hooks(look: Inspection, options: QatOptions) -> None:
         epochs=options.epochs,
         batch_size=options.batch_size,
         seed=options.seed,
-        device=lambda: chosen_device(options.device, "quantize.qat.device"),
+        device=lambda: rendezvous.device(options.device, "quantize.qat.device"),
     )
 
 
@@ -153,7 +153,7 @@ def train(work: Work, calibrated: Calibrated, options: QatOptions, probes: Seque
             steps=options.steps,
             batch_size=options.batch_size,
             seed=options.seed,
-            device=torch.device(chosen_device(options.device, "quantize.qat.device")),
+            device=rendezvous.device(options.device, "quantize.qat.device"),
             model=make_student(graph),
             teacher=teacher,
         )

@@ -18,6 +18,7 @@ from layerline.pipeline.stage import Stage, Work
 from layerline.pipeline.task import Task
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from layerline.backends.base import Session
@@ -145,11 +146,11 @@ class Train(Stage):
         return ModuleSession(module, *example_inputs(task, forward=module.forward))
 
     def run(self, work: Work) -> Report:
-        from layerline.training.distributed import ranks, rendezvous
+        from layerline.training.distributed import ranks
         from layerline.training.run import train_loop
         from layerline.training.state import checkpoint
 
-        config, device = self.config(), rendezvous.device(self._device())
+        config, device = self.config(), self._device()
         with train_loop.deterministic(), ranks.together(), memory_errors():
             run = train_loop.prepare(work.task, config, device=device, parts=work.parts, **self._length())
             train_loop.train(run, work.scratch, work.log, save_every=config.monitor.save_interval)
@@ -184,7 +185,7 @@ class Train(Stage):
         arguments = {
             "task": str(work.task.path),
             "config": self.config().model_dump(mode="json", exclude_unset=True),
-            "device": self._device(),
+            "device": self.device,
             **self._length(),
         }
         kept = work.scratch / "checkpoints"
@@ -198,10 +199,10 @@ class Train(Stage):
         )
         return _proved(proof, asked=steps, interrupted=start is not None)
 
-    def _device(self) -> str:
-        from layerline.training.setup.capabilities import chosen_device
+    def _device(self) -> torch.device:
+        from layerline.training.distributed import rendezvous
 
-        return chosen_device(self.device, "train.device")
+        return rendezvous.device(self.device, "train.device")
 
 
 def _proved(proof: Proof, *, asked: int, interrupted: bool) -> Report:

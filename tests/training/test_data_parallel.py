@@ -731,8 +731,9 @@ def test_an_environment_that_makes_no_sense(rank: str, size: str, monkeypatch: p
 
 def test_numbers_of_a_launcher_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "9" * 5000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="LOCAL_RANK is '999"):
-        rendezvous.device("cuda")
+        rendezvous.device("auto", "train.device")
     rendezvous.rendezvous.cache_clear()
     for port in ("²", "70000", "9" * 5000):
         monkeypatch.setenv("MASTER_PORT", port)

@@ -313,7 +313,8 @@ def test_what_cannot_travel_in_a_group(
 
 def test_more_ranks_than_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(Unavailable, match="has 2 GPUs, and the launcher started a rank for GPU 2"):
-        rendezvous.device("cuda")
-    assert rendezvous.device("cpu") == torch.device("cpu")
+        rendezvous.device("cuda", "train.device")
+    assert rendezvous.device("cpu", "train.device") == torch.device("cpu")

@@ -45,7 +45,7 @@ class Ranks:
             # The model's GPU, or the one the launcher means, becomes the current one: torch's collectives of objects
             # use that.
             if device.type == "cpu":
-                launch.device("cuda")
+                launch.device("cuda", "distributed.backend")
             elif device.index is not None:
                 torch.cuda.set_device(device)
             self.device = torch.device("cuda", torch.cuda.current_device())

@@ -28,11 +28,16 @@ _LAST_POST_S = 0.5
 USERS_CODE = "the user's code after"
 
 
-def device(kind: str) -> torch.device:
-    """The device of this rank: the GPU of its number on its machine, where a launcher gave it one."""
+def device(choice: str, where: str) -> torch.device:
+    """The device that auto, cuda or cpu means here; of several ranks, the GPU of this rank's number on its machine."""
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        hint = "set it to auto or cpu, or mend the driver"
+        raise Unavailable("torch finds no CUDA device here", where=where, hint=hint)
     number = os.environ.get("LOCAL_RANK")
-    if kind != "cuda" or number is None:
-        return torch.device(kind)
+    if number is None:
+        return torch.device("cuda")
     if not is_number(number):
         raise ConfigError(f"LOCAL_RANK is {number!r:.40}", where="environment", hint="start with torchrun")
     if int(number) >= (count := torch.cuda.device_count()):

@@ -38,12 +38,12 @@ def try_training_hooks(
     epochs: int,
     batch_size: int,
     seed: int,
-    device: Callable[[], str],
+    device: Callable[[], torch.device],
 ) -> None:
     """Builds what a training run builds, and computes one loss with its gradient on two samples."""
     where = torch.device("cpu")
     with look.item("train.device"):
-        where = torch.device(device())
+        where = device()
         look.ok("train.device", str(where))
     # The weights that the run would begin with.
     rng_state.seed_all(seed)

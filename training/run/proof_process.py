@@ -109,7 +109,7 @@ def make_stage(*, task: str, config: Mapping[str, Any], device: str, **fields: A
 
     with train_loop.deterministic():
         typed = Config.model_validate(config)
-        run = train_loop.prepare(Task(Path(task)), typed, device=rendezvous.device(device), **fields)
+        run = train_loop.prepare(Task(Path(task)), typed, device=rendezvous.device(device, "train.device"), **fields)
     stream = run.batches.forever()
     half = run.mo.config.accumulate.steps // 2
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from layerline.pipeline.errors import ConfigError, Unavailable
+from layerline.pipeline.errors import ConfigError
 from layerline.training.config.sections import Config
 from layerline.training.model.canonical_names import unwrap
 from layerline.training.model.split_tensors import device_of, is_split
@@ -19,18 +18,6 @@ from layerline.training.model.split_tensors import device_of, is_split
 if TYPE_CHECKING:
     from layerline.training.distributed.ranks import Ranks
     from layerline.training.loop.step_engine import Lane
-
-
-def chosen_device(choice: str, where: str) -> str:
-    """ "cuda" or "cpu", for "auto", "cuda" or "cpu"."""
-    if choice == "cpu":
-        return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    if choice == "cuda":
-        hint = "set it to auto or cpu, or mend the driver"
-        raise Unavailable("torch finds no CUDA device here", where=where, hint=hint)
-    return "cpu"
 
 
 def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Ranks | None:
