@@ -99,8 +99,8 @@ class Replicas(Peers):
 
     def _send_next(self) -> None:
         bucket = self._buckets[len(self._sent_buckets)]
-        self._sent_gradients += [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in bucket]
-        self._sent_buckets.append(self._send([torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]))
+        self._sent_gradients += [(p, p.grad, _version(p.grad)) for p in bucket]
+        self._sent_buckets.append(self._send([_gradient_or_zeros(p) for p in bucket]))
 
     @torch.no_grad()
     def _send(self, grads: Sequence[Tensor]) -> tuple[Any, Tensor]:
@@ -112,14 +112,13 @@ class Replicas(Peers):
     def _settle_gradients(self) -> None:
         lane = self.lane
         # Reasons: a further backward pass, the user's code, a window that was dropped, or a checkpoint that was loaded.
-        changed = any(p.grad is not grad or (grad is not None and grad._version != version)
-                      for p, grad, version in self._sent_gradients)  # fmt: skip
+        changed = any(p.grad is not grad or _version(grad) != version for p, grad, version in self._sent_gradients)
         has_gradient = [s.grad is not None for s in lane.stepped]
         # The maximum over the ranks is a logical or.
         flags = torch.tensor([*has_gradient, changed], dtype=torch.uint8, device=self.ranks.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         *used, changed_somewhere = flags.tolist()
-        grads = {id(s): torch.zeros_like(s) if s.grad is None else s.grad for s in lane.stepped}
+        grads = {id(stepped): _gradient_or_zeros(stepped) for stepped in lane.stepped}
         settled: set[int] = set()
         for (work, message), bucket in zip(self._sent_buckets, self._buckets, strict=True):
             work.wait()
@@ -140,9 +139,20 @@ class Replicas(Peers):
             unflatten(message, bucket)
         unused = [name for name, somewhere in zip(lane.names, used, strict=True) if not somewhere]
         if unused and self._buckets:
-            who = f"{unused[0]} and {len(unused) - 1} more get" if len(unused) > 1 else f"{unused[0]} gets"
+            who = f"{unused[0]} gets"
+            if len(unused) > 1:
+                who = f"{unused[0]} and {len(unused) - 1} more get"
             text = f"{who} no gradient: what is sent with it waits for the end of the backward pass"
             lane.monitor.warn("unused", text)
+
+
+def _gradient_or_zeros(param: Tensor) -> Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
+def _version(grad: Tensor | None) -> int:
+    """torch's counter of writes into a tensor."""
+    return -1 if grad is None else grad._version
 
 
 def _silence(ddp: DistributedDataParallel) -> None:
