@@ -59,11 +59,7 @@ def imported(name: str) -> type[Stage] | None:
 
 @cache
 def stand_in(name: str, use: str) -> type[Stage]:
-    """The stage that is registered as `use`, with the name and the place of the stage that it stands in for.
-
-    Raises:
-        ConfigError: there is no such stage, or it gives another kind of artifact than the one it stands in for.
-    """
+    """The stage that is registered as `use`, with the name and the place of the stage that it stands in for."""
     if use not in names():
         others = [other for other in names() if other not in BUILT_IN]
         nearest = f"{hint(use, others)}; " if others else ""

@@ -23,14 +23,7 @@ _COMPARE_FILES = "layerline.onnx_import.compare_files"
 
 
 def diff_on(project: Project, stage: str, backend: str, log: Log, run_id: str | None = None) -> Report:
-    """Compares a stage's model on a backend with ONNX Runtime.
-
-    Raises:
-        ConfigError: the stage leaves no model to run, or there is no such backend.
-        Unavailable: the backend can't run on this machine.
-        StageError: it refuses the model.
-        PipeError: the stage has not run.
-    """
+    """Compares a stage's model on a backend with ONNX Runtime. Raises Unavailable: the backend can't run here."""
     folder = _with_model(project, stage, run_id, log)
     task = Task(project.root / project.task, project.root)
     with temporary_work(task, log, {"model": folder}, {}) as work:
@@ -41,19 +34,9 @@ def diff_on(project: Project, stage: str, backend: str, log: Log, run_id: str | 
 def diff_stages(
     project: Project, stages: Sequence[str], log: Log, run_id: str | None, further: Mapping[str, Any]
 ) -> Report:
-    """Compares the models that two stages left, value by value, on the probes of the first.
+    """Compares the models that two stages (`STAGE` or `STAGE@RUN`) left, value by value, on the probes of the first.
 
     The share that a range clips, and the SQNR of weights, are those of the second stage's report.
-
-    Args:
-        stages: two of `STAGE` or `STAGE@RUN`.
-        run_id: the run of a stage without one.
-        further: fields of `Further`.
-
-    Raises:
-        ConfigError: a stage leaves no model, or the two take other inputs.
-        StageError: onnxruntime can't run a model.
-        PipeError: a stage has not run.
     """
     places: list[tuple[str, str | None]] = []
     for stage in stages:
@@ -90,12 +73,7 @@ def _with_model(project: Project, stage: str, run_id: str | None, log: Log) -> P
 def diff_files(
     reference: Path, candidate: str | None, data: Path | None, log: Log, further: Mapping[str, Any]
 ) -> Report:
-    """Compares two ONNX files value by value on the samples of an .npz; needs no project.
-
-    Raises:
-        ConfigError: a file is not named or not there, or inputs and samples don't fit.
-        StageError: a file is no ONNX or can't be run.
-    """
+    """Compares two ONNX files value by value on the samples of an .npz; needs no project."""
     usage = "pipe diff a.onnx b.onnx --data x.npz, with one array per input: np.savez('x.npz', input=array)"
     if candidate is None or data is None:
         raise ConfigError("expected two ONNX files, and samples with --data", where=str(reference), hint=usage)

@@ -82,9 +82,7 @@ class _Count:
 def parse(text: str, where: str) -> Any:
     """A document as ruamel.yaml's round-trip types, which know the place of every field; `where` is its name in errors.
 
-    Raises:
-        NotYamlError: not YAML; with line and column.
-        ConfigError: larger, deeper or of more values than the bounds; with line and column.
+    Raises NotYamlError, or ConfigError where it is larger, deeper or of more values than the bounds.
     """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError

@@ -103,8 +103,7 @@ def from_template(folder: Path, template: str) -> list[Path]:
 def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]:
     """Writes a project that starts at `import-onnx`; the model's external data comes along.
 
-    Args:
-        data: an .npz with one array per input, samples along the first axis, and the answers under one of `LABELS`.
+    `data` is an .npz with one array per input, samples along the first axis, and the answers under one of `LABELS`.
     """
     generated_files.check_folder(folder)
     _check_names(model, data)
@@ -134,12 +133,9 @@ def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]
 def from_checkpoint(
     folder: Path, weights: Path, model: str, data: Path | None = None, *, trust: bool = False
 ) -> list[Path]:
-    """Writes a project that starts at `import-weights`.
+    """Writes a project that starts at `import-weights`; `model` is the `package.module:factory` of the network.
 
-    Args:
-        model: `package.module:factory`, what makes the network; a module of the current folder is copied along.
-        data: as for `from_onnx`, the arrays named as forward() names its arguments.
-        trust: whether a pickle may run code.
+    A module of the current folder is copied along. Arrays of `data` are named as forward() names its arguments.
     """
     from layerline.pipeline.inputs.input_checks import check_checkpoint
 

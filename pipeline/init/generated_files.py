@@ -263,10 +263,7 @@ def _unsafe(where: str) -> ConfigError:
 def write(folder: Path, contents: Mapping[Path, bytes | Path]) -> list[Path]:
     """Writes a project's files, and gives their paths; on any failure, Ctrl-C too, what was made is taken away again.
 
-    `contents` are bytes, or the file to copy: onnx takes linked data files for an attack.
-
-    Raises:
-        ConfigError: a file is there already, or a link or a file is in the way; nothing is written.
+    `contents` are bytes, or the file to copy: onnx takes linked data files for an attack. Nothing is overwritten.
     """
     targets = {folder / name: content for name, content in contents.items()}
     _check(folder, list(targets))

@@ -32,12 +32,7 @@ _COLUMNS = "columns are a tuple (x, y), ((a, b), y) or a dict by input name; bat
 
 
 def form(source: Any, hook: str) -> Form:
-    """Which of the three forms a data hook returned.
-
-    Raises:
-        TaskError: none of them, nothing in it, columns of different lengths, or something that could mean two things;
-            names the shapes.
-    """
+    """Which of the three forms a data hook returned. Raises TaskError: none of them, or it could mean two things."""
     if is_array(source) or isinstance(source, tuple | Mapping):
         _check_columns(source, hook)
         return "columns"
@@ -62,15 +57,10 @@ def form(source: Any, hook: str) -> Form:
 
 
 def split(batch: Any, forward: Callable[..., Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """(positional arguments, keyword arguments, target) of one batch; target is None where there is none.
+    """(positional arguments, keyword arguments, target) of one batch or sample; target is None where there is none.
 
-    Args:
-        batch: one batch or sample.
-        forward: what the arguments are for. The last item is the target unless forward() can't be called without it,
-            and nested inputs are spread unless it takes them whole.
-
-    Raises:
-        TaskError: it is neither an array, nor a tuple, nor a dict.
+    The last item is the target unless `forward` can't be called without it, and nested inputs are spread unless it
+    takes them whole.
     """
     if isinstance(batch, Mapping):
         label = answers(batch)

@@ -16,15 +16,9 @@ Metric = Callable[[Any, Any], Any]
 
 
 def score(metric: Metric, outputs: Any, targets: Any) -> dict[str, float]:
-    """The metric by name; one without a name is called "metric".
+    """The metric by name; one without a name is called "metric". Raises TaskError: it is no number.
 
-    Args:
-        metric: of outputs and targets.
-        outputs: an array, or a tuple of arrays where the model returns several.
-        targets: an array, or arrays in the tuples and dicts that the data has them in.
-
-    Raises:
-        TaskError: it is no number.
+    `outputs` is an array, or a tuple of arrays where the model returns several; `targets` are as the data has them.
     """
     value = metric(outputs, targets)
     named = value if isinstance(value, Mapping) else {"metric": value}
@@ -52,17 +46,9 @@ def accuracy(outputs: Any, targets: Any) -> dict[str, float]:
 
 
 def scores(metric: Metric | None, outputs: Mapping[str, Any], targets: Any) -> tuple[dict[str, dict[str, float]], str]:
-    """The metric of several models' outputs for the same samples.
+    """The metric of several models' outputs by model, and why there are none; empty where there are.
 
-    Args:
-        metric: the task's metric(); None where it has none: then accuracy, which fits classifiers alone.
-        outputs: by the caller's name of the model.
-
-    Returns:
-        By model, and why there are none; empty where there are.
-
-    Raises:
-        TaskError: metric() failed.
+    A task without metric() has accuracy, which fits classifiers alone.
     """
     try:
         return {name: score(metric or accuracy, each, targets) for name, each in outputs.items()}, ""

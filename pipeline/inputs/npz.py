@@ -74,12 +74,7 @@ def _arrays(archive: zipfile.ZipFile, size: int, where: str) -> Iterator[tuple[s
 
 
 def check_header(file: IO[bytes], size: int, where: str) -> None:
-    """Refuses the header of an .npy, read from its first byte, whose array is not what its `size` bytes hold.
-
-    Raises:
-        ConfigError: more axes, or another number of bytes, than there are; or Python objects.
-        ValueError: it has no such header.
-    """
+    """Refuses the header of an .npy, read from its first byte, whose array is not what its `size` bytes hold."""
     version = npy.read_magic(file)
     if version not in ((1, 0), (2, 0), (3, 0)):
         raise ConfigError(f"it is of .npy format {version}, expected 1.0, 2.0 or 3.0", where=where)

@@ -89,11 +89,8 @@ def is_file_name(text: object) -> bool:
 
 
 def is_inside(text: object, folder: Path | None = None) -> bool:
-    """Whether it is a relative path, on every system, that leads nowhere above the folder it starts from.
-
-    Args:
-        folder: where it starts from; links on the way are followed then, and must not lead out of it either.
-    """
+    """Whether it is a relative path, on every system, that leads nowhere above the folder it starts from; with
+    `folder`, links on the way are followed, and must not lead out of it either."""
     if not isinstance(text, str) or "\0" in text:
         return False
     for path in (PurePosixPath(text), PureWindowsPath(text)):
@@ -109,12 +106,9 @@ def is_inside(text: object, folder: Path | None = None) -> bool:
 
 
 def integer(text: str, low: int, high: int) -> int:
-    """A decimal integer from `low` to `high`.
+    """A decimal integer from `low` to `high`, else a ValueError with what was expected and seen.
 
     `str.isdigit` is true for characters such as "²" that `int` does not take, and `int` refuses thousands of digits.
-
-    Raises:
-        ValueError: it is none; the message says what was expected and seen.
     """
     short = text.strip()
     if len(short) <= DIGITS and _INTEGER.fullmatch(short) and low <= (value := int(short)) <= high:
@@ -149,12 +143,7 @@ def read_json(path: Path, *, size: int = JSON_BYTES, depth: int = JSON_DEPTH) ->
 
 
 def read_bytes(path: Path, size: int) -> bytes:
-    """A file's content.
-
-    Raises:
-        OSError: it can't be read, or is a pipe or a device.
-        ValueError: it has more than `size` bytes.
-    """
+    """A file's content. Raises OSError: it is a pipe or a device; ValueError: it has more than `size` bytes."""
     with open(path, "rb", opener=open_file) as file:
         content = file.read(size + 1)
     if len(content) > size:

@@ -82,10 +82,7 @@ def expand(project: Path, pattern: str) -> list[str]:
     """Files that a pattern matches, and all those in a folder that it does; sorted, relative to the project.
 
     What git, Layerline or an environment keeps is left out. A folder that the pattern names itself may be a link to
-    anywhere; one that a wildcard comes across may be a link to another place in the project only.
-
-    Raises:
-        ValueError: the pattern is none, comes across a link that leads out of the project, or matches too much.
+    anywhere; one that a wildcard comes across may be a link to another place in the project only, else a ValueError.
     """
     parts = PurePosixPath(pattern).parts
     if any("**" in part and part != "**" for part in parts):

@@ -35,11 +35,7 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def pack(tree: Any, prefix: str, tensors: Tensors, classes: Classes | None = None) -> Any:
-    """JSON for `tree`. Adds its tensors to `tensors` as `prefix/path/in/the/tree`, a shared one only once.
-
-    Raises:
-        StageError: a value that can't be stored as data; names its path.
-    """
+    """JSON for `tree`. Adds its tensors to `tensors` as `prefix/path/in/the/tree`, a shared one only once."""
     try:
         return _Packer(tensors, classes or {}).node(tree, prefix)
     except RecursionError as error:
@@ -47,12 +43,7 @@ def pack(tree: Any, prefix: str, tensors: Tensors, classes: Classes | None = Non
 
 
 def unpack(node: Any, prefix: str, tensors: Mapping[str, Tensor], classes: Classes | None = None) -> Any:
-    """The tree that was packed under `prefix`. Its tensors are those of `tensors`, not copies.
-
-    Raises:
-        KeyError: a tensor is missing.
-        StageError: a class that this process has not loaded, or a node that `pack` does not write.
-    """
+    """The tree that was packed under `prefix`. Its tensors are those of `tensors`, not copies."""
     try:
         return _Reader(tensors, classes or {}).tree(node, prefix)
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, RecursionError) as error:
