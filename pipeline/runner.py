@@ -262,13 +262,14 @@ class Runner:
         except (PipeError, OSError, MemoryError) as raised:
             seconds = time.monotonic() - started
             return Result(name=stage.name, state="failed", reason=reason, seconds=seconds, error=as_pipe_error(raised))
-        seconds = record.seconds if ran else 0.0
         state: State = "ran"
+        seconds = record.seconds
         if not ran:
-            state, reason = "cached", step.reason
+            state, reason, seconds = "cached", step.reason, 0.0
         if error:
             state = "failed"
-            reason = reason if ran else "failed before; nothing that it depends on has changed"
+        if error and not ran:
+            reason = "failed before; nothing that it depends on has changed"
         return Result(name=stage.name, state=state, reason=reason, seconds=seconds, record=record, error=error)
 
     def _make(self, step: Step, made: Mapping[str, Artifact | None], *, forced: bool, reason: str) -> tuple[Step, bool]:

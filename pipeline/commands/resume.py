@@ -69,9 +69,12 @@ def to_prove(project: Project) -> tuple[Project, Stage, str]:
 
     Without `--set` values, those of the most recent interrupted training are used.
     """
-    _, sets = (None if project.sets else cut_short(project)) or (None, ())
-    if not sets:
+    interrupted = None
+    if not project.sets:
+        interrupted = cut_short(project)
+    if interrupted is None or not interrupted[1]:
         return project, resumable(project), ""
+    sets = interrupted[1]
     then = load(project.root, sets)
     return then, resumable(then), f"with {as_options(sets)}, as the interrupted training"
 

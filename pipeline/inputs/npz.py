@@ -89,10 +89,6 @@ def check_header(file: IO[bytes], size: int, where: str) -> None:
     stored = size - file.tell()
     if expected != stored:
         sizes = printable(str(tuple(shape)), 80)
-        raise ConfigError(f"its shape {sizes} of {dtype} takes {_short(expected)} bytes, it has {stored}", where=where)
-
-
-def _short(number: int) -> str:
-    """A number as digits while a person would count them, else as a power of ten."""
-    digits = len(str(number)) if number.bit_length() < 10_000 else math.floor(number.bit_length() * math.log10(2)) + 1
-    return str(number) if digits <= 15 else f"about 10^{digits - 1}"
+        # Thousands of digits: Python itself refuses to print them.
+        needed = str(expected) if expected < 10**15 else "more than 10^15"
+        raise ConfigError(f"its shape {sizes} of {dtype} takes {needed} bytes, it has {stored}", where=where)

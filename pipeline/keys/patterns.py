@@ -64,7 +64,10 @@ def _inside(folder: str | Path) -> list[tuple[str, str]]:
         for entry in entries:
             kind = ""
             with suppress(OSError):  # a link that leads to itself
-                kind = "folder" if entry.is_dir() else "file" * entry.is_file()
+                if entry.is_dir():
+                    kind = "folder"
+                elif entry.is_file():
+                    kind = "file"
             if entry.name not in _KEPT_BY_TOOLS and not (kind == "folder" and is_foreign_folder(Path(entry.path))):
                 kept.append((entry.path, kind))
     return kept
