@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config.sections import Config
 from layerline.training.distributed.parallel_strategy import Peers
-from layerline.training.distributed.ranks import Ranks, buckets, lines, unflatten
+from layerline.training.distributed.ranks import Ranks, buckets, flattened, lines, unflatten
 from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.canonical_names import named
 from layerline.training.model.precision import HALF_TYPES
@@ -30,7 +30,7 @@ def prepare(model: nn.Module, config: Config, ranks: Ranks) -> None:
     names = named(model)
     ranks.compare(lines(names, config))
     with ranks.phases.guarded("sharing weights", 0), torch.no_grad():
-        ranks.spread([t.detach() for t in names.tensors.values()], config.distributed.bucket_mb * 2**20)
+        ranks.spread([t.detach() for t in names.tensors.values()])
 
 
 class Replicas(Peers):
@@ -104,7 +104,7 @@ class Replicas(Peers):
 
     @torch.no_grad()
     def _send(self, grads: Sequence[Tensor]) -> tuple[Any, Tensor]:
-        flat = torch.cat([grad.flatten() for grad in grads]).to(self.ranks.device).div_(self.ranks.size)
+        flat = flattened(grads, self.ranks.device).div_(self.ranks.size)
         message = flat.to(self._type or flat.dtype)
         return dist.all_reduce(message, async_op=True), message
 

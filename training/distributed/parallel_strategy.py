@@ -11,10 +11,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from layerline.training.distributed.ranks import Ranks, flattened, kind, unflatten
+from layerline.training.distributed.ranks import Ranks, kind
 from layerline.training.distributed.rendezvous import USERS_CODE
 from layerline.training.loop.ema import statistics
 from layerline.training.loop.lane_state import LaneState
@@ -132,7 +131,7 @@ class Peers(Policy, ABC):
         """Before parameters join: the same ones on every rank, which start from the values of rank 0."""
         self.ranks.compare([(f"parameter {m.name}", kind(m.param)) for m in fresh])
         with self.guarded("sharing weights"), torch.no_grad():
-            self.ranks.spread([m.param.detach() for m in fresh], self.lane.config.distributed.bucket_mb * 2**20)
+            self.ranks.spread([m.param.detach() for m in fresh])
 
     def release(self) -> None:
         """Before weights are written outside of a step: nothing reads or holds them any more."""
@@ -160,9 +159,7 @@ class Peers(Policy, ABC):
             for name, stepped in zip(self.lane.names, self.lane.stepped, strict=True):
                 if name in names:
                     means[name] = tensors[name].clone() if name in tensors else torch.zeros_like(stepped)
-            for flat, parts in flattened(list(means.values()), 1 << 26, self.ranks.device):
-                dist.all_reduce(flat.div_(self.ranks.size))
-                unflatten(flat, parts)
+            self.ranks.average(list(means.values()))
         return means
 
     def split(self, tensors: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:  # noqa: ARG002
@@ -176,7 +173,5 @@ class Peers(Policy, ABC):
         names = self.lane.named
         averaged = statistics(names)
         # As the model holds them now: a forward pass may put new tensors in the place of its buffers.
-        for flat, parts in flattened(Slots(names, averaged).now(), 1 << 30, self.ranks.device):
-            dist.all_reduce(flat.div_(self.ranks.size))
-            unflatten(flat, parts)
-        self.ranks.spread(Slots(names, [n for n in names.buffers if n not in averaged]).now(), 1 << 30)
+        self.ranks.average(Slots(names, averaged).now())
+        self.ranks.spread(Slots(names, [n for n in names.buffers if n not in averaged]).now())

@@ -25,6 +25,8 @@ _MEETINGS = itertools.count()
 _JOINED: dict[Any, Ranks] = {}
 # Folders of a rank's own files may differ.
 _OWN = {"save_dir", "tensorboard"}
+# Greatest message in which tensors are sent outside of a backward pass.
+_MESSAGE_BYTES = 1 << 26
 Line = tuple[str, str]
 T = TypeVar("T")
 
@@ -88,11 +90,19 @@ class Ranks:
             full.reshape(-1).view(torch.uint8).copy_(sent)
         return full
 
-    def spread(self, tensors: Sequence[torch.Tensor], size: int) -> None:
-        """Sets tensors to their values on rank 0, by messages of at most `size` bytes."""
-        for flat, parts in flattened(tensors, size, self.device):
+    def spread(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Sets tensors to their values on rank 0."""
+        for bucket in buckets(tensors, _MESSAGE_BYTES):
+            flat = flattened(bucket, self.device)
             dist.broadcast(flat.view(torch.uint8), 0)  # as bytes, see `share`
-            unflatten(flat, parts)
+            unflatten(flat, bucket)
+
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Sets tensors to their mean over the ranks."""
+        for bucket in buckets(tensors, _MESSAGE_BYTES):
+            flat = flattened(bucket, self.device).div_(self.size)
+            dist.all_reduce(flat)
+            unflatten(flat, bucket)
 
     def compare(
         self, lines: Sequence[Line], hint: str = "build the same model with the same configuration on each rank"
@@ -173,12 +183,9 @@ def buckets(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.T
         yield bucket
 
 
-def flattened(
-    tensors: Sequence[torch.Tensor], size: int, device: torch.device
-) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """A flat copy of each bucket on `device`, and the tensors it was made of."""
-    for bucket in buckets(tensors, size):
-        yield torch.cat([t.flatten() for t in bucket]).to(device), bucket
+def flattened(bucket: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A flat copy of a bucket's tensors on `device`."""
+    return torch.cat([t.flatten() for t in bucket]).to(device)
 
 
 def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
