@@ -29,6 +29,8 @@ EXPONENTS = np.linspace(0.05, 1.0, 20)
 ROWS = 512
 """Rows (tokens) of what a layer reads on which the exponents are compared, from all samples together."""
 ROWS_OF_A_FEED = 64
+OUTPUTS = 512
+"""Evenly spread outputs of a layer that are compared: each exponent rounds their weights once."""
 
 
 def scaled(model: Light, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]]) -> Equalized:
@@ -90,7 +92,8 @@ def _best(group: Group, layers: Mapping[str, Layer], rows: Mapping[str, Numbers]
 
 def _error(layer: Layer, inputs: Numbers, factors: npt.NDArray[np.float64]) -> float:
     """The power of a layer's error over that of its output, once its inputs are divided by these factors."""
-    weight = layer.rows[0].astype(np.float32)
+    outputs = layer.rows[0]
+    weight = outputs[:: max(1, len(outputs) // OUTPUTS)].astype(np.float32)
     by_input = factors.astype(np.float32)
     stored = in_blocks((weight * by_input).astype(layer.array.dtype), 1, layer.weight.block, layer.weight.dtype)
     difference = stored.dequantized() / by_input - weight
