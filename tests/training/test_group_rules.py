@@ -196,3 +196,17 @@ def test_adafactor_beside_a_parameter_without_elements() -> None:
     before = net.head.weight.detach().clone()
     assert mo.step(_loss(net, 0)) and not torch.equal(net.head.weight, before)
     assert mo.plan().groups["empty"][2] == 0
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_a_parameter_without_elements_that_joins_later_is_left_alone(custom: bool) -> None:
+    net = _net()
+    optimizer = torch.optim.Adafactor(net.parameters(), lr=0.1) if custom else None
+    config = {} if custom else {"optimizer": {"name": "adafactor", "lr": 0.1}}
+    mo = ModelOptimizer(net, config, optimizer=optimizer)
+    net.empty = nn.Parameter(torch.zeros(0, 4))
+    if optimizer is not None:
+        optimizer.add_param_group({"params": [net.empty]})
+    assert mo.join() == ["empty"]
+    before = net.head.weight.detach().clone()
+    assert mo.step(_loss(net, 0) + net.empty.sum()) and not torch.equal(net.head.weight, before)

@@ -129,6 +129,8 @@ class LaneState:
         """Works out what depends on `params`: at first, and when some were added."""
         self.kinds = [(p.dtype, p.device) for p in self.params]
         self.frozen = self.untrained()
+        # Some update rules, as adafactor's, divide by the number of elements: without a gradient none steps these.
+        self.empty = [p for p in self.stepped if not p.numel()]
         self.finite = FiniteWeights(self.names, self.params)
         self.small = gradient_norm.is_small(self.stepped)
         plain = all(type(p) is nn.Parameter for p in self.stepped) and (not self.custom or fused(self.optimizer))

@@ -128,6 +128,16 @@ class Masks(Policy):
         return out
 
 
+def apply(lane: LaneState, masks: Mapping[str, Tensor] | Gradual, *, replace: bool) -> None:
+    """Adds masks to those of a model, or puts them in their place."""
+    if lane.peers is not None:
+        lane.peers.release()
+    if isinstance(lane.masks, Masks) and not replace:
+        lane.masks.add(masks)
+    else:
+        lane.masks = Masks(lane, masks)
+
+
 def _digest(masks: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, mask in masks.items():

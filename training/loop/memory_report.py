@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,14 @@ def report(lane: LaneState, forward: Callable[[], Any] | None = None) -> list[La
         row = LayerMemory(path, total["parameters"], total["gradients"], total["optimizer"], total["ema"], kept)
         if row.total:
             rows.append(row)
+    return rows
+
+
+def report_all(lanes: Mapping[str, LaneState]) -> list[LayerMemory]:
+    """The modules of several models, without activations; a path begins with its model's name."""
+    rows = []
+    for name, lane in lanes.items():
+        rows += [replace(row, module=f"{name}.{row.module}".strip(".")) for row in report(lane)]
     return rows
 
 

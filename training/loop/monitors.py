@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerline.pipeline.errors import Unavailable
+from layerline.pipeline.errors import Unavailable, machine_lacks
 from layerline.training.config.sections import MonitorConfig
 from layerline.training.model.split_tensors import device_of, local
 
@@ -309,6 +309,16 @@ class Monitor:
         if key not in self._said:
             self._said[key] = text
             self.speak(text)
+
+
+def export(monitors: Mapping[str, Monitor], path: Path) -> None:
+    """Writes the log of each model, `<stem>-<name>.csv` where it has a name."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for name, monitor in monitors.items():
+            monitor.write_csv(path.with_name(f"{path.stem}-{name}{path.suffix}") if name else path)
+    except OSError as error:
+        raise machine_lacks(error) from error
 
 
 def peak_bytes(device: torch.device) -> int:

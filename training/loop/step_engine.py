@@ -221,6 +221,8 @@ class Lane(LaneState):
         return True
 
     def _gradients(self) -> list[Tensor]:
+        for param in self.empty:
+            param.grad = None
         return [p.grad for p in self.stepped if p.grad is not None]
 
     def _went_back(self) -> bool:

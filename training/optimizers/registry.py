@@ -96,9 +96,6 @@ def _build_rule(
     name: str, config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
     rule = TABLE[name]
-    if name == "adafactor":  # torch's divides by the number of elements
-        filled = [(m, p) for m, p in zip(members, stepped, strict=True) if p.numel()]
-        members, stepped = [m for m, _ in filled], [p for _, p in filled]
     for member, param in zip(members, stepped, strict=True):
         if param.is_complex() and not rule.complex:
             supporting = [other for other, r in TABLE.items() if r.complex]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -13,22 +12,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from layerline.pipeline.errors import ConfigError, machine_lacks
+from layerline.pipeline.errors import ConfigError
 from layerline.training.config import aliases
 from layerline.training.config.sections import Config
-from layerline.training.loop import ema_swap, halving, loop_mistakes, memory_report, model_sync
+from layerline.training.loop import ema_swap, halving, loop_mistakes, memory_report, model_sync, monitors
+from layerline.training.loop import masks as masks_of
 from layerline.training.loop.best_checkpoints import FOLDER, Best
 from layerline.training.loop.halving import Forward
 from layerline.training.loop.mask_choice import Gradual, configured
-from layerline.training.loop.masks import Masks
 from layerline.training.loop.memory_report import LayerMemory
 from layerline.training.loop.step_engine import Lane
 from layerline.training.loop.step_result import StepResult, step_result
 from layerline.training.model import precision
-from layerline.training.model.canonical_names import check_apart, check_copy, unwrap
+from layerline.training.model.canonical_names import check_apart, unwrap
 from layerline.training.model.recompute import Checkpointed
 from layerline.training.optimizers import custom
-from layerline.training.setup import capabilities
+from layerline.training.setup import arguments, capabilities, copying
 from layerline.training.setup.plan import Plan, plan, plan_all
 from layerline.training.state import checkpoint
 from layerline.training.state.prove_resume import Proof, prove
@@ -53,8 +52,7 @@ class ModelOptimizer:
         fields: sections (`precision={"amp": "bf16"}`) and single fields (`log_interval=10`) in place of a dict.
 
     Raises:
-        ConfigError: an unknown field, a wrong value, two fields that contradict each other, a model without parameters
-            to train, an optimizer beside fields that it doesn't read.
+        ConfigError: a wrong field or value, fields that contradict each other, or a model without parameters to train.
     """
 
     def __init__(
@@ -70,17 +68,7 @@ class ModelOptimizer:
             fields = {"optimizer": optimizer, **fields}
             optimizer = None
         self.config = aliases.load({} if config is None else config, keywords=fields, whole=True)
-        models = _by_name(model)
-        optimizers = optimizer
-        if not isinstance(optimizer, Mapping):
-            optimizers = dict.fromkeys(models, optimizer)
-        if not models or set(optimizers) - set(models):
-            raise ConfigError(f"models are {sorted(models)}, optimizers {sorted(optimizers)}", where="optimizer")
-        check_apart(models)
-        # A model without an optimizer of its own reads the section `optimizer`.
-        if all(optimizers.get(name) is not None for name in models):
-            for name in models:
-                custom.check_unread(self.config.optimizer, optimizers[name])
+        models, optimizers = arguments.by_name(model, optimizer, self.config)
         self.checkpointed: list[Checkpointed] = []
         if self.config.memory.checkpointing:
             every = self.config.memory.checkpoint_interval
@@ -99,7 +87,7 @@ class ModelOptimizer:
                 halving.check(lane)
             gradual = configured(lane.model, self.config)
             if gradual is not None:
-                lane.masks = Masks(lane, gradual)
+                lane.masks = masks_of.Masks(lane, gradual)
         self.best: Best | None = None
         if self.config.monitor.keep_best or self.config.monitor.early_stop:
             self.best = Best(self.config, Path(self.config.monitor.save_dir) / FOLDER)
@@ -122,10 +110,9 @@ class ModelOptimizer:
         return self._autocast()
 
     def backward(self, loss: Tensor, *, weight: float | None = None, only: str | None = None) -> None:
-        """Adds the gradients of `loss`; step() then ends the micro-batch.
+        """Adds the gradients of `loss`; step() then ends the micro-batch. The arguments are those of `step`.
 
-        The gradient of a window is Σ grad(loss) / Σ weight, however its samples are split into micro-batches. The
-        arguments are those of `step`.
+        The gradient of a window is Σ grad(loss) / Σ weight, however its samples are split into micro-batches.
         """
         self._lane(only, "backward").backward(loss, weight)
 
@@ -144,10 +131,9 @@ class ModelOptimizer:
 
         Args:
             loss: a mean over the micro-batch, or with `weight` a sum over that many samples or tokens.
-            weight: what `loss` sums over: the number of samples or tokens. Without it each micro-batch counts the same.
+            weight: the number of samples or tokens. Without it each micro-batch counts the same.
             samples: number of samples, for the speed in the log (`samples_s`), if `weight` counts something else.
-            closure: in place of the loss, for optimizers that evaluate it themselves (LBFGS, SAM): runs the model on
-                the batch and returns the loss.
+            closure: in place of the loss, for optimizers that evaluate it themselves (LBFGS, SAM).
             only: name of the model, if there are several. All methods take it.
 
         Returns:
@@ -155,8 +141,7 @@ class ModelOptimizer:
 
         Raises:
             ConfigError: something that is no loss or weight, or the model holds its averages.
-            StageError: too many steps in a row were not finite, no parameter has a gradient, or the gradients of the
-                window were cleared.
+            StageError: too many rejected steps in a row, no gradient, or gradients that were cleared in the window.
         """
         lane = self._lane(only, "step")
         if closure is not None:
@@ -166,8 +151,7 @@ class ModelOptimizer:
         else:
             moved = lane.step(loss, weight, samples)
             if self._halves:
-                lane.monitor.warn("on_oom", "accumulate.on_oom: halve needs mo.train_step(batch, forward) in place of "
-                                            "mo.step(loss), which cannot run the forward pass again")  # fmt: skip
+                lane.monitor.warn("on_oom", "accumulate.on_oom: halve needs mo.train_step(batch, forward)")
         read = lane.window.last_read
         return step_result(self._after(moved), loss, weight, read)
 
@@ -180,8 +164,7 @@ class ModelOptimizer:
 
         `forward` gets the batch (tensors in lists, tuples and mappings, with the samples along axis 0), or a part of
         it, under autocast. It returns a mean loss, or a sum and its weight. With `accumulate.on_oom: halve` a
-        micro-batch that does not fit into memory runs in parts. The gradient is that of the whole, except for
-        BatchNorm, which normalises each part.
+        micro-batch that does not fit into memory runs in parts, with the gradient of the whole.
         """
         lane = self._lane(only, "train_step")
         if self._halves:
@@ -205,21 +188,20 @@ class ModelOptimizer:
         return self._after(any(moved))
 
     def _after(self, moved: bool) -> bool:
-        if not (moved and self._timed):
+        """Validates and saves where an interval ends, once for all models."""
+        if not (moved and self._timed) or self.global_step == self._served:
             return moved
-        step, config = self.global_step, self.config.monitor
-        # Several models step one after the other: each interval is served once.
-        if step != self._served:
-            self._served = step
-            if config.valid_interval and step % config.valid_interval == 0:
-                if self._metric is not None:
-                    self.validate(self._metric, only=self._validated)
-                else:
-                    text = f"valid_interval is {config.valid_interval}, but there is no metric to call: "
-                    self._main.monitor.warn("valid", f"{text}give it one, mo.validate_with(metric)")
-            if config.save_interval and step % config.save_interval == 0:
-                self.save_ckpt(config.save_dir)
-                self._saved_at = step
+        self._served = step = self.global_step
+        config = self.config.monitor
+        if config.valid_interval and step % config.valid_interval == 0:
+            if self._metric is not None:
+                self.validate(self._metric, only=self._validated)
+            else:
+                text = f"valid_interval is {config.valid_interval}, but there is no metric: mo.validate_with(metric)"
+                self._main.monitor.warn("valid", text)
+        if config.save_interval and step % config.save_interval == 0:
+            self.save_ckpt(config.save_dir)
+            self._saved_at = step
         return moved
 
     def _lane(self, only: str | None, method: str) -> Lane:
@@ -244,10 +226,7 @@ class ModelOptimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups; of several models those of all."""
-        groups = []
-        for lane in self.lanes.values():
-            groups += custom.own_groups(lane.optimizer)
-        return groups
+        return [group for lane in self.lanes.values() for group in custom.own_groups(lane.optimizer)]
 
     @property
     def grad_norm(self) -> float:
@@ -272,10 +251,8 @@ class ModelOptimizer:
     @property
     def warnings(self) -> list[str]:
         """The warnings so far, one sentence each."""
-        texts = []
-        for name, lane in self.lanes.items():
-            texts += [f"{name}: {text}" if name else text for text in lane.monitor.warnings]
-        return texts
+        prefixes = {name: f"{name}: " if name else "" for name in self.lanes}
+        return [prefixes[name] + text for name, lane in self.lanes.items() for text in lane.monitor.warnings]
 
     # EMA.
 
@@ -305,40 +282,39 @@ class ModelOptimizer:
                 raise ConfigError("there is no average: EMA is off", where="training.ema_decay", hint=hint)
             ema_swap.switch(lane, ema=ema)
 
+    @contextmanager
+    def _online(self) -> Iterator[None]:
+        """A context in which the models hold their trained weights."""
+        with ExitStack() as stack:
+            for lane in self.lanes.values():
+                stack.enter_context(ema_swap.online(lane))
+            yield
+
     # State.
 
     def register(self, name: str, thing: Any) -> None:
         """Makes `thing`, an object with state_dict() and load_state_dict(), a part of every checkpoint."""
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(thing, method, None)):
-                raise ConfigError(f"{type(thing).__name__} has no {method}()", where=f"register {name!r}",
-                                  hint="give an object with state_dict() and load_state_dict(state)")  # fmt: skip
+                raise ConfigError(f"{type(thing).__name__} has no {method}()", where=f"register {name!r}")
         self.extras[name] = thing
 
     def save_ckpt(self, path: str | Path) -> Path:
-        """Writes a checkpoint with everything that a resumed run needs, atomically, and returns its path.
-
-        Args:
-            path: a `.safetensors` file; or a folder, in which the newest `monitor.keep` checkpoints are kept.
-        """
+        """Writes everything that a resumed run needs, atomically, and returns the path: that of a `.safetensors` file,
+        or of a new one in the folder `path`, where the newest `monitor.keep` checkpoints are kept."""
         return checkpoint.save(self, Path(path))
 
     def load_ckpt(self, path: str | Path) -> Path:
-        """Loads a checkpoint, or the newest sound one of a folder, and returns its path.
-
-        A damaged file in a folder is skipped with a warning.
+        """Loads a checkpoint, or the newest sound one of a folder (a damaged file is skipped), and returns its path.
 
         Raises:
-            StageError: there is no sound checkpoint, or it does not fit; the error names the tensors, and nothing is
-                changed.
+            StageError: there is no sound checkpoint, or it does not fit. Nothing is changed then.
         """
         return checkpoint.load(self, Path(path))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a checkpoint holds. Tensors are not copied. With several ranks, all must call it."""
-        with ExitStack() as stack:
-            for lane in self.lanes.values():
-                stack.enter_context(ema_swap.online(lane))
+        with self._online():
             tensors, meta = checkpoint.state(self)
         return {"tensors": tensors, "meta": meta}
 
@@ -347,11 +323,8 @@ class ModelOptimizer:
         checkpoint.restore(self, {n: t.clone() for n, t in state["tensors"].items()}, state["meta"])
 
     def export(self) -> dict[str, Tensor]:
-        """Copies of the weights that would ship, by canonical name.
-
-        They are float32, and averages if there are any. A tied tensor is listed under each of its names. Of a sharded
-        model they lie in CPU memory, and all ranks must call it.
-        """
+        """Copies of the weights that would ship, by canonical name: float32, and averages if there are any. A tied
+        tensor has each of its names. Of a sharded model they lie in CPU memory, and all ranks must call it."""
         out: dict[str, Tensor] = {}
         for model, lane in self.lanes.items():
             prefix = f"{model}." if model else ""
@@ -362,15 +335,8 @@ class ModelOptimizer:
 
     def export_metrics(self, path: str | Path) -> None:
         """Writes the log as CSV. Several models get a file each, `<stem>-<name>.csv`. Only rank 0 writes."""
-        if self.ranks is not None and self.ranks.rank > 0:
-            return
-        target = Path(path)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            for name, lane in self.lanes.items():
-                lane.monitor.write_csv(target.with_name(f"{target.stem}-{name}{target.suffix}") if name else target)
-        except OSError as error:
-            raise machine_lacks(error) from error
+        if self.ranks is None or self.ranks.rank == 0:
+            monitors.export({name: lane.monitor for name, lane in self.lanes.items()}, Path(path))
 
     # Pruning and memory.
 
@@ -382,16 +348,9 @@ class ModelOptimizer:
         Args:
             masks: by parameter name, True or 1 where a weight stays (`layerline.training.loop.masks` has functions that
                 choose them); or `Gradual`, which chooses them during training.
-            replace: drop the earlier masks first, so that their weights are trained again. Otherwise a weight stays
-                only if all masks keep it. `{}` with `replace` removes all masks.
+            replace: drop the earlier masks first (`{}` drops all). Otherwise a weight stays only if all masks keep it.
         """
-        lane = self._lane(only, "apply_mask")
-        if lane.peers is not None:
-            lane.peers.release()
-        if isinstance(lane.masks, Masks) and not replace:
-            lane.masks.add(masks)
-        else:
-            lane.masks = Masks(lane, masks)
+        masks_of.apply(self._lane(only, "apply_mask"), masks, replace=replace)
 
     def layer_memory_report(self, *inputs: Any, only: str | None = None, **named_inputs: Any) -> list[LayerMemory]:
         """Bytes that each module holds: parameters, gradients, optimizer state, averages and activations.
@@ -400,16 +359,16 @@ class ModelOptimizer:
             inputs, named_inputs: arguments of one forward pass, which is run to measure the activations and leaves the
                 state as it was. Without them activations are None, and several models are reported together.
         """
-        if only is None and len(self.lanes) > 1 and not (inputs or named_inputs):
-            return [dataclasses.replace(row, module=f"{name}.{row.module}".rstrip("."))
-                    for name, lane in self.lanes.items() for row in memory_report.report(lane)]  # fmt: skip
+        if not (inputs or named_inputs):
+            lanes = self.lanes if only is None else {"": self._lane(only, "layer_memory_report")}
+            return memory_report.report_all(lanes)
         lane = self._lane(only, "layer_memory_report")
 
         def forward() -> Any:
             with self.autocast():
                 return unwrap(lane.model)(*inputs, **named_inputs)
 
-        return memory_report.report(lane, forward if inputs or named_inputs else None)
+        return memory_report.report(lane, forward)
 
     # Validation.
 
@@ -419,24 +378,18 @@ class ModelOptimizer:
         self._metric, self._validated = metric, only
 
     def validate(self, metric: Callable[[nn.Module], float], *, only: str | None = None) -> dict[str, float]:
-        """Measures the online weights and those that would ship (with EMA, masks and fake quantisation), in eval mode.
-
-        A higher metric is better, unless `monitor.better` says otherwise. A plateau schedule follows `deploy`. A
-        checkpoint that `save_interval` wrote after this step is written again, to contain the result.
-
-        Returns:
-            `online`, `deploy` and their difference `gap`.
-        """
+        """Measures the online weights and those that would ship (with EMA, masks and fake quantisation), in eval mode:
+        `online`, `deploy` and their difference `gap`. A plateau schedule follows `deploy`. A checkpoint that
+        `save_interval` wrote after this step is written again, to contain the result."""
         figures = ema_swap.validate(self._lane(only, "validate"), metric)
-        # Until pruning reaches its share and SWA begins to average, a validation measures another kind of model than
-        # the one that will ship, so it can't be the best.
-        complete = [lane.masks.complete_at for lane in self.lanes.values() if isinstance(lane.masks, Masks)]
+        # Until pruning reaches its share and SWA begins, the model is of another kind than the one that will ship.
+        complete = [lane.masks.complete_at for lane in self.lanes.values() if isinstance(lane.masks, masks_of.Masks)]
         if self.best is not None and self.global_step >= max(self.config.swa_start, *complete, 0):
             deployed = figures["deploy"]
             if self.ranks is not None:  # all ranks must decide alike
                 deployed = self.ranks.by_first(lambda: figures["deploy"])
             newest = self.saved
-            self.best.observe(deployed, self.global_step, partial(checkpoint.save, self))
+            self.best.observe(deployed, self.global_step, self.save_ckpt)
             self.saved = newest  # what a rollback goes back to is the newest checkpoint, not the best
         if self._saved_at == self.global_step:
             self.save_ckpt(self.config.monitor.save_dir)
@@ -458,9 +411,8 @@ class ModelOptimizer:
         return plan_all(self.lanes) if only is None else plan(self._lane(only, "plan"))
 
     def prove_resume(self, steps: int, make: str, *, start: str | Path | None = None) -> Proof:
-        """Compares a run that is resumed in a second process with one in a single process, bit for bit.
-
-        This object is not used or changed.
+        """Compares a run that is resumed in a second process with one in a single process, bit for bit. This object is
+        not used or changed.
 
         Args:
             steps: calls of step() in each process.
@@ -481,46 +433,17 @@ class ModelOptimizer:
     def join(self) -> list[str]:
         """Trains parameters that were added to the model, such as a new head, from now on; returns their names."""
         check_apart({name: lane.model for name, lane in self.lanes.items()})
-        names = []
-        for lane in self.lanes.values():
-            names += model_sync.join(lane)
-        return names
+        return [name for lane in self.lanes.values() for name in model_sync.join(lane)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelOptimizer:
         """A ModelOptimizer over copies of the models, in the same state. It shares nothing with this one."""
-        if self.ranks is not None:
-            raise ConfigError("ranks train together, and a copy would be one more group", where="copy",
-                              hint="save_ckpt, and load_ckpt in another run")  # fmt: skip
-        with ExitStack() as stack:
-            for lane in self.lanes.values():
-                stack.enter_context(ema_swap.online(lane))
-            models = copy.deepcopy({name: lane.model for name, lane in self.lanes.items()}, memo)
-            optimizers: dict[str, Any] = {}
-            frozen: list[nn.Parameter] = []
-            for name, lane in self.lanes.items():
-                check_copy(lane.named, models[name])
-                if lane.custom:
-                    optimizers[name] = custom.copied(lane.optimizer, memo)
-                    lane.rate.rewind(optimizers[name])
-                frozen += [memo[id(param)] for param in lane.params if not param.requires_grad]
-            # What was frozen since is trained by the copy too, from the same state, as soon as it is unfrozen.
-            for param in frozen:
-                param.requires_grad_(True)
+        with self._online():
+            models, optimizers, frozen = copying.parts(self, memo)
             twin = ModelOptimizer(models.get("", models), self.config, optimizer=optimizers or None)
             for param in frozen:
                 param.requires_grad_(False)
             extras = {name: thing for name, thing in self.extras.items() if thing is not self.best}
             twin.extras |= copy.deepcopy(extras, memo)
-            tensors, meta = checkpoint.state(self)
-            checkpoint.restore(twin, {name: tensor.clone() for name, tensor in tensors.items()}, meta)
+            twin.load_state_dict(self.state_dict())
         twin._metric, twin._validated, twin.saved = self._metric, self._validated, self.saved
         return twin
-
-
-def _by_name(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    models = dict(model) if isinstance(model, Mapping) else {"": model}  # one alone has the empty name
-    for name, module in models.items():
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"expected a torch.nn.Module, got {type(module).__name__}", where=name or "model",
-                              hint="several models go in by name: {'g': g, 'd': d}")  # fmt: skip
-    return models
