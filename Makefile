@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MNIST := build/mnist
+# Environments of peers get the same torch: without a pin pip may take a CUDA build of several GB.
+TORCH := $(shell grep -m1 '^torch==' constraints.txt)
 
 .PHONY: run test lint test-slow bench clean
 
@@ -24,7 +26,8 @@ test-slow: $(READY)  ## The tests that take longer than about ten seconds each.
 
 bench: $(READY)  ## Every benchmark; each ends in one JSON line: ours, the peer's, the ratio.
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench,demo,dev,openvino,qat]'
-	-$(PYTHON) -m venv build/nncf && build/nncf/bin/pip install --quiet nncf onnx onnxruntime
+	-$(PYTHON) -m venv build/nncf && build/nncf/bin/pip install --quiet $(TORCH) nncf onnx onnxruntime
+	-$(PYTHON) -m venv build/modelopt && build/modelopt/bin/pip install --quiet $(TORCH) 'nvidia-modelopt[onnx]'
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 $(READY): pyproject.toml constraints.txt

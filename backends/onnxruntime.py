@@ -73,7 +73,7 @@ class OnnxRuntime:
         if isinstance(model, bytes | Path):
             source = model if isinstance(model, bytes) else str(model)
         else:
-            source, weights = _bytes(model, options)
+            source, weights = _bytes(model, options, optimised=self.defaults)
         try:
             if taps:
                 source = _with_taps(source, taps)
@@ -137,8 +137,11 @@ class OrtSession:
             raise StageError(f"onnxruntime could not run the model: {plain(error)}", where="run") from error
 
 
-def _bytes(model: ModelProto | Light, options: Any) -> tuple[bytes, list[Any]]:
-    """A model's graph as a message, and its weights as the session reads them: where they lie, without a copy."""
+def _bytes(model: ModelProto | Light, options: Any, *, optimised: bool) -> tuple[bytes, list[Any]]:
+    """A model's graph as a message, and its weights as the session reads them: where they lie, without a copy.
+
+    Optimisations read weights before the session has them, so there the runtime copies them into the graph.
+    """
     import onnxruntime as ort
 
     from layerline.backends import light
@@ -155,7 +158,10 @@ def _bytes(model: ModelProto | Light, options: Any) -> tuple[bytes, list[Any]]:
     values: list[Any] = []  # which hold their arrays
     for name, weight in weights.items():
         values.append(ort.OrtValue.ortvalue_from_numpy_with_onnx_type(light.as_integers(weight), weight.dtype))
-        options.add_initializer(name, values[-1])
+        if not optimised:
+            options.add_initializer(name, values[-1])
+    if optimised:
+        options.add_external_initializers(list(weights), values)
     return parts.stand_ins(weights, file.name).SerializeToString(), values
 
 

@@ -262,7 +262,7 @@ class Outputs:
         session = ort.InferenceSession(str(path), options)
         names = [value.name for value in session.get_inputs()]
         count = len(next(iter(arrays.values())))
-        step = 1 if self.by_sample else 16
+        step = 1 if self.by_sample or isinstance(session.get_inputs()[0].shape[0], int) else 16
         results: list[list[np.ndarray]] = []
         for start in range(0, count, step):
             batch = {name: arrays[name][start : start + step] for name in names}
@@ -412,6 +412,7 @@ def main() -> None:
     parser.add_argument("--path", help="folder of packages that ship networks")
     parser.add_argument("--net", action="append", choices=[*TRAINED, *tune.NETS], help="only this; may be repeated")
     parser.add_argument("--seeds", type=int, default=5, help="of the networks trained here; the others have one")
+    parser.add_argument("--first-seed", type=int, default=0, help="the others follow")
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="only this; may be repeated")
     for tool in ("nncf", "modelopt"):
         python = ROOT / f"build/{tool}/bin/python"
@@ -424,7 +425,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name in options.net or [*TRAINED, *tune.NETS]:
             runs: list[dict[str, Any]] = []
-            for seed in range(options.seeds if name in TRAINED else 1):
+            seeds = range(options.first_seed, options.first_seed + options.seeds) if name in TRAINED else [0]
+            for seed in seeds:
                 folder = Path(scratch) / f"{name}-{seed}".replace(" ", "-").replace(",", "")
                 folder.mkdir()
                 try:

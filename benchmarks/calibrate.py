@@ -1,8 +1,8 @@
 """Calibrate and quantise ResNet-18 at 224x224 on random data: Layerline against onnxruntime's quantize_static.
 
-Each run is a process of its own, ours and the peer's in turn; figures are medians. Seconds are those of the call, from
-the model file to the quantised file; imports and the making of the data don't count. Peak MB is the whole process.
-Ends in one JSON line.
+Each run is a process of its own, in turn: ours, the peer's, and plain inference over the same samples; figures are
+medians. Seconds are those of the call, from the model file to the quantised file; imports don't count. CPU seconds are
+those of all threads: on a busy machine they say more. Peak MB is the whole process. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -69,13 +69,12 @@ def batches(samples: int) -> Iterator[np.ndarray]:
 
 
 def ours(model: Path, out: Path, samples: int, calibrator: str) -> Callable[[], None]:
-    from layerline.backends.onnxruntime import OnnxRuntime
     from layerline.calib.calibration_survey import Survey
     from layerline.calib.collect import collect
     from layerline.calib.samples import Batch
     from layerline.export.signature import Value
     from layerline.graph.io import onnx_files
-    from layerline.graph.quantization import measured_plan, qdq, qdq_placement
+    from layerline.graph.quantization import calibration_data, measured_plan, qdq, qdq_placement
 
     def run() -> None:
         loaded, rules = onnx_files.parts(model), qdq_placement.Rules()
@@ -83,7 +82,7 @@ def ours(model: Path, out: Path, samples: int, calibrator: str) -> Callable[[], 
         names = [w.name for w in placed.wanted if w.role == "activation"]
         feeds = (Batch({"x": x}, None, len(x)) for x in batches(samples))
         survey = Survey((Value(name="x", dtype="float32", shape=("n", 3, 224, 224)),))
-        ranges = collect(lambda taps: OnnxRuntime().open(model, taps), survey.through(feeds), names)
+        ranges = collect(lambda taps: calibration_data.session(loaded, taps), survey.through(feeds), names)
         few = [b.feed for b in survey.batches()]
         tuned = measured_plan.tuned(
             loaded, rules, placed, ranges.histograms, few, calibrator=calibrator, percentile=99.99
@@ -118,6 +117,21 @@ def peer(model: Path, out: Path, samples: int, calibrator: str) -> Callable[[], 
     return run
 
 
+def plain(model: Path, _out: Path, samples: int, _calibrator: str) -> Callable[[], None]:
+    """Inference in a default session."""
+    import onnxruntime
+
+    def run() -> None:
+        session = onnxruntime.InferenceSession(str(model))
+        for x in batches(samples):
+            session.run(None, {"x": x})
+
+    return run
+
+
+SIDES = {"ours": ours, "peer": peer, "plain": plain}
+
+
 def measure(side: str, model: str, samples: int, calibrator: str) -> dict[str, float]:
     """One run in a process of its own."""
     command = [
@@ -142,21 +156,22 @@ def main() -> None:
     options.add_argument("--samples", type=int, default=32)
     options.add_argument("--calibrator", default="entropy", choices=["auto", "entropy", "percentile", "minmax"])
     options.add_argument("--repeat", type=int, default=3)
-    options.add_argument("--side", choices=["ours", "peer"], help=argparse.SUPPRESS)
+    options.add_argument("--without", action="append", default=[], choices=["peer", "plain"], help="leave this out")
+    options.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options.add_argument("--model", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if chosen.side:
-            side = {"ours": ours, "peer": peer}[chosen.side]
-            run = side(Path(chosen.model), Path(folder), chosen.samples, chosen.calibrator)
-            start = time.perf_counter()
+            run = SIDES[chosen.side](Path(chosen.model), Path(folder), chosen.samples, chosen.calibrator)
+            start, cpu_start = time.perf_counter(), time.process_time()
             run()
-            seconds, peak = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            print(json.dumps({"seconds": seconds, "peak_mb": peak}))
+            figures = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu_start}
+            figures["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            print(json.dumps(figures))
             return
         model = Path(folder) / "resnet18.onnx"
         resnet18(model)
-        runs: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES if name not in chosen.without}
         for _ in range(chosen.repeat):
             for name, measurements in runs.items():
                 measurements.append(measure(name, str(model), chosen.samples, chosen.calibrator))
@@ -164,9 +179,11 @@ def main() -> None:
         "benchmark": "calibrate", "samples": chosen.samples, "calibrator": chosen.calibrator,
         "peer_is": "onnxruntime quantize_static",
     }  # fmt: skip
-    for measured in ("seconds", "peak_mb"):
-        a, b = (statistics.median(f[measured] for f in runs[side]) for side in ("ours", "peer"))
-        line[measured] = {"ours": round(a, 2), "peer": round(b, 2), "ratio": round(a / b, 3)}
+    for measured in ("seconds", "cpu_seconds", "peak_mb"):
+        medians = {side: statistics.median(figures[measured] for figures in runs[side]) for side in runs}
+        own = medians["ours"]
+        figures = {side: round(median, 2) for side, median in medians.items()}
+        line[measured] = figures | {f"over_{side}": round(own / medians[side], 3) for side in runs if side != "ours"}
     print(json.dumps(line))
 
 

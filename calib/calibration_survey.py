@@ -12,16 +12,16 @@ import numpy as np
 
 from layerline.calib.samples import Batch, Input
 
-BATCHES, ROWS = 8, 4
-"""Batches kept, and rows of each where batches can be cut. Smaller batches are kept until they hold as many rows
-together. Memory and time therefore don't grow with the data."""
+PARTS, ROWS = 8, 4
+"""Parts kept, and rows of each: batches are cut into such parts where they can be. Smaller batches are kept until they
+hold as many rows together. Memory and time therefore don't grow with the data."""
 
 
 class Survey:
-    """Keeps batches evenly spread over all that pass: every batch at first, later every 2nd, 4th, …
+    """Keeps parts of batches, evenly spread over all that pass: every part at first, later every 2nd, 4th, …
 
     Args:
-        inputs: the model's inputs; where its batch axis is open, only the first rows of a batch are kept.
+        inputs: the model's inputs; where its batch axis is open, a part has a few rows, else it is a whole batch.
 
     Attributes:
         shapes: of each input, all that came.
@@ -43,23 +43,27 @@ class Survey:
     def through(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Passes the batches on and keeps some of them."""
         for batch in batches:
-            if self._count % self._stride == 0:
-                self._kept.append(self._cut(batch))
-            self._count += 1
+            step = batch.rows
+            if self._can_cut(batch):
+                step = ROWS
+            for start in range(0, batch.rows, step):
+                if self._count % self._stride == 0:
+                    self._kept.append(self._part(batch, start))
+                self._count += 1
+                if self._is_full():
+                    self._kept = self._kept[::2]
+                    self._stride *= 2
             self.rows += batch.rows
             self._note(batch)
-            if self._is_full():
-                self._kept = self._kept[::2]
-                self._stride *= 2
             yield batch
 
     def batches(self) -> list[Batch]:
-        """The batches kept, in the order of the data."""
+        """The parts kept, in the order of the data."""
         return list(self._kept)
 
     def _is_full(self) -> bool:
         rows = sum(batch.rows for batch in self._kept)
-        return len(self._kept) > BATCHES and rows > BATCHES * ROWS
+        return len(self._kept) > PARTS and rows > PARTS * ROWS
 
     def _note(self, batch: Batch) -> None:
         for name, array in batch.feed.items():
@@ -71,13 +75,16 @@ class Survey:
                 peak = max(-float(finite.min(initial=0.0)), float(finite.max(initial=0.0)))
                 self.peaks[name] = max(self.peaks.get(name, 0.0), peak)
 
-    def _cut(self, batch: Batch) -> Batch:
+    def _can_cut(self, batch: Batch) -> bool:
         if not self._open or batch.filler or batch.rows <= ROWS:
-            return batch
-        if any(batch.feed[name].shape[0] != batch.rows for name in self._inputs):
+            return False
+        return all(batch.feed[name].shape[0] == batch.rows for name in self._inputs)
+
+    def _part(self, batch: Batch, start: int) -> Batch:
+        if not self._can_cut(batch):
             return batch
         feed = dict(batch.feed)
         for name in self._inputs:
             # A view would keep the whole batch in memory.
-            feed[name] = batch.feed[name][:ROWS].copy()
-        return Batch(feed, None, ROWS)
+            feed[name] = batch.feed[name][start : start + ROWS].copy()
+        return Batch(feed, None, min(ROWS, batch.rows - start))

@@ -18,7 +18,9 @@ FILE = "ranges.json"
 
 Array = npt.NDArray[Any]
 GROUP = 128
-"""Values tapped in one run: what bounds the memory of a model with very many of them."""
+"""Values tapped in one run of the first batch, whose size is not known yet."""
+GROUP_BYTES = 1 << 29
+"""Bytes of the values tapped in one run of the other batches. Most models then need one run a batch."""
 
 
 class Session(Protocol):
@@ -79,9 +81,10 @@ def collect(
     Raises:
         StageError: NaN or Inf in an activation; names the tensor, the batch and how many.
     """
-    groups = [names[i : i + GROUP] for i in range(0, len(names), GROUP)]
+    groups = [list(names[i : i + GROUP]) for i in range(0, len(names), GROUP)]
     sessions = [open_session(group) for group in groups]
     histograms = {name: Histogram() for name in names}
+    sizes: dict[str, int] = {}
     convergence = Convergence(names, percentile=percentile, moving=stop_early or MOVING)
     stopped = False
     samples = 0
@@ -89,7 +92,11 @@ def collect(
         for group, session in zip(groups, sessions, strict=True):
             arrays = {**batch.feed, **session.run(batch.feed)}
             for name in group:
+                sizes[name] = arrays[name].nbytes
                 histograms[name].update(batch.real(arrays[name]))
+        if index == 0 and len(groups) > 1:
+            groups = _packed(names, sizes)
+            sessions = [open_session(group) for group in groups]
         if nonfinite == "stop":
             _require_finite(histograms, index)
         samples += batch.rows
@@ -115,6 +122,19 @@ def collect(
         convergence=tuple(convergence.rows),
         stopped=stopped,
     )
+
+
+def _packed(names: Sequence[str], sizes: Mapping[str, int]) -> list[list[str]]:
+    """The names in as few groups as GROUP_BYTES allows, in order."""
+    groups: list[list[str]] = [[]]
+    total = 0
+    for name in names:
+        total += sizes[name]
+        if groups[-1] and total > GROUP_BYTES:
+            groups.append([])
+            total = sizes[name]
+        groups[-1].append(name)
+    return groups
 
 
 def _require_finite(histograms: Mapping[str, Histogram], batch: int) -> None:

@@ -17,7 +17,6 @@ import onnx
 from layerline import backends
 from layerline.backends.base import Feed, Session
 from layerline.backends.light import Light
-from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib import collect
 from layerline.calib.plan import QuantPlan
 from layerline.calib.samples import Batch
@@ -28,7 +27,7 @@ from layerline.graph.fusion import fuse as fusion
 from layerline.graph.io import onnx_files
 from layerline.graph.io.canonicalize import prepare
 from layerline.graph.io.opset import raise_opset
-from layerline.graph.quantization import measured_plan, qdq, qdq_placement, targets
+from layerline.graph.quantization import calibration_data, measured_plan, qdq, qdq_placement, targets
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import LayerDiff
 
@@ -177,8 +176,7 @@ def quantize(
     rules = qdq_placement.Rules(ops=ops, skip=skip, per_channel=per_channel)
     placed = qdq_placement.place(light, rules)
     batches = [Batch({k: np.asarray(v) for k, v in feed.items()}, None, _rows(feed)) for feed in feeds]
-    runtime = OnnxRuntime()
-    ranges = collect.collect(lambda taps: runtime.open(light, taps), batches, placed.activations)
+    ranges = collect.collect(lambda taps: calibration_data.session(light, taps), batches, placed.activations)
     tuned = measured_plan.tuned(
         light, rules, placed, ranges.histograms, feeds, calibrator=calibrator, percentile=percentile
     )

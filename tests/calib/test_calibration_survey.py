@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from layerline.calib.calibration_survey import BATCHES, ROWS, Survey
+from layerline.calib.calibration_survey import PARTS, ROWS, Survey
 from layerline.calib.samples import Batch
 from layerline.export.signature import Value
 
@@ -20,10 +20,10 @@ def test_samples_are_few_and_spread_over_all_batches(count, rows):
     survey = Survey((X,))
     assert sum(1 for _ in survey.through(batches(count, rows))) == count
     kept = survey.batches()
-    assert sum(b.rows for b in kept) <= BATCHES * ROWS and all(b.rows == min(rows, ROWS) for b in kept)
-    assert len(kept) >= min(count, BATCHES // 2)
+    assert PARTS // 2 * ROWS <= sum(b.rows for b in kept) <= PARTS * ROWS or count * rows < PARTS * ROWS
+    assert all(b.rows == min(rows, ROWS) for b in kept) and len(kept) >= min(count, PARTS // 2)
     numbers = [float(b.feed["x"][0, 0]) for b in kept]
-    assert numbers[0] == 0 and set(np.diff(numbers)) <= {float(2**i) for i in range(10)}
+    assert numbers[0] == 0 and set(np.diff(numbers)) <= {0.0, *(float(2**i) for i in range(10))}
     assert numbers[-1] >= count / 2 - 1
     assert survey.peaks == {"x": count - 1.0} and survey.shapes == {"x": {(rows, 2)}}
 
@@ -44,6 +44,13 @@ def test_kept_rows_do_not_hold_the_batch_in_memory():
     survey = Survey((X,))
     list(survey.through(batches(1, 64)))
     assert survey.batches()[0].feed["x"].base is None or survey.batches()[0].feed["x"].base.shape[0] < 64
+
+
+def test_rows_of_few_batches_are_spread_over_each():
+    survey = Survey((X,))
+    list(survey.through([Batch({"x": np.arange(126, dtype=np.float32).reshape(63, 2)}, None, 63)]))
+    assert [float(b.feed["x"][0, 0]) for b in survey.batches()] == [16.0 * i for i in range(8)]
+    assert {b.rows for b in survey.batches()} == {4}
 
 
 def test_infinite_numbers_are_no_peak():

@@ -39,6 +39,25 @@ def test_inputs_outputs_and_taps_are_seen_once_each(monkeypatch):
         assert ranges.samples == 3 and seen == [2, 3]
 
 
+def test_values_share_a_run_as_soon_as_their_sizes_are_known(monkeypatch):
+    monkeypatch.setattr(module, "GROUP", 1)
+    monkeypatch.setattr(module, "GROUP_BYTES", 24)
+    opened = []
+
+    def open_session(taps):
+        opened.append(list(taps))
+        return Fake(taps)
+
+    ranges = collect(open_session, batches([1, 2, 3], [4, 5, 6], [7, 8, 9]), ["x", "y", "z"])
+    # Three float32 each: two values of 12 bytes fit.
+    assert opened == [["x"], ["y"], ["z"], ["x", "y"], ["z"]]
+    assert {n: (h.low, h.high, h.count) for n, h in ranges.histograms.items()} == {
+        "x": (1, 9, 9),
+        "y": (2, 18, 9),
+        "z": (-9, -1, 9),
+    }
+
+
 def test_rows_that_fill_up_a_batch_are_not_counted():
     ranges = collect(Fake, batches([1, 2, 9, 9], filler=2), ["x", "y"])
     assert ranges.histograms["y"].high == 4 and ranges.samples == 2
