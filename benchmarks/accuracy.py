@@ -186,6 +186,7 @@ TRAINED: dict[str, tuple[Any, Any, int, float]] = {
 }
 """The network, its data, passes over the data, and the greatest learning rate."""
 VARIANTS = ["plain", "repairs", "tuned", "qat", "quantize_static", "nncf", "modelopt"]
+FORMATS = ["int8", "fp8"]
 
 
 def train(name: str, folder: Path, seed: int) -> None:
@@ -368,7 +369,9 @@ def peer(tool: str, python: str, folder: Path, source: Path, outputs: Outputs, f
     return {**figures, "seconds": float(done.stdout.split()[-1])}
 
 
-def measured(name: str, folder: Path, pythons: dict[str, str], variants: list[str]) -> dict[str, Any]:
+def measured(
+    name: str, folder: Path, pythons: dict[str, str], variants: list[str], formats: list[str]
+) -> dict[str, Any]:
     """All variants of one network with one seed."""
     source = fused(name, folder)
     outputs = Outputs(folder, source / "model.onnx")
@@ -377,7 +380,7 @@ def measured(name: str, folder: Path, pythons: dict[str, str], variants: list[st
         taught(folder, source, outputs)
     repairs = {"repairs": ["equalize", "smooth", "adaround"], "bias_correction": True}
     results: dict[str, Any] = {}
-    for fmt in ("int8", "fp8"):
+    for fmt in formats:
         # A figure below a bound is what this script is for.
         plain: dict[str, Any] = {"min_db": -100.0, "mode": fmt}
         own = {
@@ -414,6 +417,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="of the networks trained here; the others have one")
     parser.add_argument("--first-seed", type=int, default=0, help="the others follow")
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="only this; may be repeated")
+    parser.add_argument("--format", action="append", choices=FORMATS, help="only this")
     for tool in ("nncf", "modelopt"):
         python = ROOT / f"build/{tool}/bin/python"
         parser.add_argument(f"--{tool}", default=str(python), help=f"interpreter of an environment with {tool}")
@@ -437,7 +441,7 @@ def main() -> None:
                 except LookupError as error:
                     results[name] = {"missing": str(error)}
                     break
-                runs.append(measured(name, folder, pythons, options.variant or VARIANTS))
+                runs.append(measured(name, folder, pythons, options.variant or VARIANTS, options.format or FORMATS))
                 print(name, seed, runs[-1], file=sys.stderr, flush=True)
             if runs:
                 results[name] = {"mean, least, greatest": spread(runs), "runs": runs}
