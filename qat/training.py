@@ -172,7 +172,8 @@ def train(work: Work, calibrated: Calibrated, options: QatOptions, probes: Seque
     trained = graph.trained(calibrated.model)
     plan = _with_scales(calibrated.plan, trained, graph.scales())
     result = dataclasses.replace(calibrated, model=trained, plan=plan, shifts={}, rounded=rounding.RoundedWeights())
-    notes = [*run.mo.warnings]
+    # Advice behind a semicolon names fields of the train stage.
+    notes = [warning.partition("; nonfinite.")[0] for warning in run.mo.warnings]
     if run.resumed is not None:
         notes.append(f"training resumed at step {run.resumed}")
     accepted = train_loop.accepted(run.lane)

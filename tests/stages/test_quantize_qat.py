@@ -255,6 +255,19 @@ def test_a_loss_that_is_not_finite_is_told_what_this_training_has(work):
     with pytest.raises(StageError, match="the loss is nan") as error:
         Quantize(mode="qat", **POOR, min_db=-99, qat={"steps": 30}).run(task)
     assert "scale_lr" in error.value.hint and "triage" not in error.value.hint
+    task = work(
+        """
+calls = 0
+def loss(net, batch):
+    global calls
+    calls += 1
+    return net(batch[0]).square().mean() * (float('nan') if calls == 3 else 1.0)
+""",
+        scratch="second",
+    )
+    report = Quantize(mode="qat", **POOR, min_db=-99, qat={"steps": 4}).run(task)
+    [note] = [note for note in report.notes if "rejected" in note]
+    assert note == "step 2 was rejected, since the loss is nan"
 
 
 def test_the_float_model_teaches_outputs_that_are_no_classes(work):
