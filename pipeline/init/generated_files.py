@@ -266,11 +266,20 @@ def write(folder: Path, contents: Mapping[Path, bytes | Path]) -> list[Path]:
     `contents` are bytes, or the file to copy: onnx takes linked data files for an attack. Nothing is overwritten.
     """
     targets = {folder / name: content for name, content in contents.items()}
-    _check(folder, list(targets))
+    folders = {folder}
+    for target in targets:
+        folders |= {parent for parent in target.parents if folder in parent.parents}
+    for path in sorted(folders):
+        check_folder(path)
+    for target in targets:
+        if os.path.lexists(target):
+            raise _taken(target)
     made: list[Path] = []
     try:
         for target, content in targets.items():
-            _make_folder(target.parent, made)
+            for parent in [p for p in reversed(target.parents) if not p.exists()]:
+                parent.mkdir()
+                made.append(parent)
             made.append(target)
             _put(target, content, made)
     except BaseException:
@@ -294,19 +303,8 @@ def check_folder(folder: Path) -> None:
     check_utf8(folder)
 
 
-def _check(folder: Path, targets: list[Path]) -> None:
-    for path in sorted({p for t in targets for p in t.parents if p == folder or folder in p.parents}):
-        check_folder(path)
-    for path in targets:
-        if os.path.lexists(path):
-            raise ConfigError("it is there already", where=str(path), hint="choose another folder; nothing was written")
-
-
-def _make_folder(folder: Path, made: list[Path]) -> None:
-    missing = [p for p in (folder, *folder.parents) if not p.exists()]
-    for path in reversed(missing):
-        path.mkdir()
-        made.append(path)
+def _taken(path: Path) -> ConfigError:
+    return ConfigError("it is there already", where=str(path), hint="choose another folder; nothing was written")
 
 
 def _put(target: Path, content: bytes | Path, made: list[Path]) -> None:
@@ -314,7 +312,7 @@ def _put(target: Path, content: bytes | Path, made: list[Path]) -> None:
         file = target.open("xb")  # refuses whatever has come to lie there since it was looked at, a link too
     except FileExistsError:
         made.remove(target)
-        raise ConfigError("it is there already", where=str(target), hint="choose another folder") from None
+        raise _taken(target) from None
     with file:
         if isinstance(content, bytes):
             file.write(content)
