@@ -142,10 +142,11 @@ def artifact(project: Project, stage: str, run_id: str | None = None) -> tuple[A
         raise DamagedError(error.what, where=f"{stage} {record.digest[:12]}", hint=again) from None
     if stored is None:
         raise PipeError(f"the artifact of {stage} is gone from the store", hint=again)
-    asked = run_id is not None or bool(project.sets)
+    if run_id is not None or project.sets:  # then it is the result that was asked for
+        return stored, "" if record.passed else f"this run of {stage} did not pass"
     if not record.passed:
-        return stored, f"{'this' if asked else 'the newest'} run of {stage} did not pass"
-    now = None if asked else next(s.artifact for s in planner.steps() if s.stage.name == record.stage)
+        return stored, f"the newest run of {stage} did not pass"
+    now = next(s.artifact for s in planner.steps() if s.stage.name == record.stage)
     if now is not None and now.digest != record.digest:
         return stored, f"the newest run of {stage} had other settings: pipe run {stage} goes back to those of pipe.yaml"
     return stored, ""
@@ -229,8 +230,11 @@ def files(planner: Planner, run: Run, kind: str, name: str) -> dict[str, Path]:
 def read_log(path: Path) -> Log:
     """The rows of a metrics.csv. Raises PipeError: it is no table of numbers, or too large; names the file."""
     try:
-        reader = csv.DictReader(StringIO(read_bytes(path, _LOG_BYTES).decode()))
-        return _LOG.validate_python([{name: cell for name, cell in row.items() if cell} for row in reader])
+        rows = list(csv.DictReader(StringIO(read_bytes(path, _LOG_BYTES).decode())))
+        for row in rows:
+            for name in [name for name, cell in row.items() if not cell]:
+                del row[name]  # it was not measured
+        return _LOG.validate_python(rows)
     except (OSError, ValueError, csv.Error) as error:
         raise PipeError(
             f"it is no table of numbers: {fault(error)}", where=str(path), hint="the stage writes it again with --force"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
-from itertools import chain
 from typing import Any, Literal
 
 from layerline.pipeline.errors import TaskError
@@ -175,8 +174,10 @@ def _readings(items: list[Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any
         if len(inputs) == 1 and isinstance(inputs[0], Mapping):
             yield (), {str(k): v for k, v in inputs[0].items()}, target
         else:
-            spread = [leaves(value) if isinstance(value, tuple | list) else [value] for value in inputs]
-            yield tuple(chain.from_iterable(spread)), {}, target
+            spread: list[Any] = []
+            for value in inputs:
+                spread += leaves(value) if isinstance(value, tuple | list) else [value]
+            yield tuple(spread), {}, target
         yield tuple(inputs), {}, target
 
 
