@@ -85,8 +85,7 @@ class GraphModule(nn.Module):
     """Runs an ONNX graph in torch.
 
     Trained are the float32 weights and biases of products, normalisation and recurrent layers of the main graph; every
-    other constant stays. The
-    zeros of a weight with two axes or more stay zeros, as pruning left them.
+    other constant stays. The zeros of a weight with two axes or more stay zeros, as pruning left them.
 
     Args:
         model: the float graph.
