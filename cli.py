@@ -504,10 +504,9 @@ def _of_stage(
     """The report of a stage (`STAGE` or `STAGE@RUN`), or of its model on a backend; and that of another run."""
     from layerline.pipeline.commands import diff_on, lookup
 
-    name, _, run_of_stage = stage.partition("@")
-    if run_of_stage:
+    if "@" in stage:
         _refuse(run=run_id, why=f"says another run than {stage}")
-    run_id = run_of_stage or run_id
+    name, run_id = lookup.stage_and_run(stage, run_id)
     chosen_stage = shared.project.stage(name)
     if on is not None:
         with shared.at_work([chosen_stage], silent=silent) as live:

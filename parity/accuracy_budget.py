@@ -19,7 +19,7 @@ from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
-from layerline.parity import evaluate
+from layerline.parity import evaluate, flipped_samples
 from layerline.parity.evaluate import Batch, Predictions, own_metric
 from layerline.parity.paired_metric import Interval, intervals
 from layerline.parity.slice_metrics import by_slice, flipped
@@ -27,7 +27,7 @@ from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import leaves
 from layerline.pipeline.inputs.metric import Metric, accuracy, score, scores
-from layerline.pipeline.report import GAIN, OWN, Gate, LayerDiff, Order, Scalar
+from layerline.pipeline.report import FLIPPED, GAIN, OWN, Gate, LayerDiff, Order, Scalar
 
 Scores = Mapping[str, float]
 LARGE = 0.2
@@ -43,7 +43,7 @@ class Accuracy:
         gates: one a metric, where there is a budget.
         notes: the reason why nothing was measured; remarks about the budget.
         tables: "metrics": the loss of each, with its interval; "slices": the same by slice or class; "flipped answers":
-            the samples whose answer changed.
+            the samples whose answer changed; FLIPPED: some of these as pictures or texts.
     """
 
     metrics: Mapping[str, Scalar] = field(default_factory=dict)
@@ -116,6 +116,20 @@ class Evaluation:
         with suppress(TaskError):  # a metric over classes may take more samples
             names = score(self.metric, few.outputs["float"], few.targets)
             by_metric(max_drop, names)
+
+    def shown(self, flips: Sequence[Mapping[str, Scalar]], measured: Measured) -> tuple[list[dict[str, Scalar]], str]:
+        """Some of the flipped samples as a page can show them, and a sentence where that fails."""
+        if not flips:
+            return [], ""
+        digest = hashlib.blake2b()
+        try:
+            samples = _hashed(self._data.evaluation() or (), digest)
+            rows = flipped_samples.shown(flips, measured.predictions, samples, self._data.task)
+        except TaskError as error:  # they only illustrate a result that stands
+            return [], f"no flipped sample is shown: {error}".splitlines()[0]
+        if digest.digest() != self._samples:
+            return [], "no flipped sample is shown: eval_data() gives other samples at each call"
+        return rows, ""
 
     def hold(self) -> None:
         """Keeps what was measured last, so that measuring that model again costs nothing."""
@@ -205,8 +219,9 @@ def measure(
         gates.append(Gate("accuracy budget", False, "metric() gave no figure", f"max_drop {max_drop}"))
     slices, about_slices = by_slice(evaluation.metric, measured.predictions, budgets)
     flips, about_flips = flipped(certainty, measured.predictions)
-    notes += [sentence for sentence in (about_slices, about_flips) if sentence]
-    tables = {"metrics": rows, "slices": slices, "flipped answers": flips}
+    flipped_rows, about_shown = evaluation.shown(flips, measured)
+    notes += [sentence for sentence in (about_slices, about_flips, about_shown) if sentence]
+    tables = {"metrics": rows, "slices": slices, "flipped answers": flips, FLIPPED: flipped_rows}
     return Accuracy(metrics=metrics, gates=tuple(gates), notes=tuple(notes), tables=tables)
 
 

@@ -63,6 +63,8 @@ CHANNELS = "channels"
 """The table of a report that has a row for each channel of a few layers, the worst channels of a layer first."""
 HISTOGRAMS = "histograms"
 """The table of a report whose rows are drawn and not listed: `Histogram.profile` of values, with their ranges."""
+FLIPPED = "flipped samples"
+"""Another one: some samples whose answer flipped, as a picture (`picture`, a data URI) or in words (`text`)."""
 CONVERGENCE = "convergence"
 """Another one: how far scales moved while calibration read more samples. Changes and intervals are relative."""
 

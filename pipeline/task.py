@@ -35,8 +35,8 @@ _HOOKED: set[Path] = set()
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 # Names of the arguments that an error tells; the empty one is the model.
-_ARGUMENTS = {"loss": ("", "batch"), "metric": ("outputs", "targets")}
-HOOKS = ("model", "train_data", "loss", "eval_data", "metric", "calib_data", "example_inputs", "teacher")
+_ARGUMENTS = {"loss": ("", "batch"), "metric": ("outputs", "targets"), "show": ("sample",)}
+HOOKS = ("model", "train_data", "loss", "eval_data", "metric", "calib_data", "example_inputs", "teacher", "show")
 # Hooks that give data: they may read files of the project, and are called once where they can be.
 EXAMPLE_HOOKS = ("example_inputs", "eval_data", "train_data", "calib_data")
 """Hooks that can give the model's example inputs, the preferred one first."""

@@ -48,7 +48,7 @@ class Quantize(Stage):
     version: ClassVar[int] = 12
     takes: ClassVar[Mapping[str, str]] = {"model": "fused"}
     gives: ClassVar[str] = "quantized"
-    uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric")
+    uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric", "show")
     first_of: ClassVar[tuple[tuple[str, ...], ...]] = (CALIBRATION_HOOKS, ("eval_data",))
     env: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir", "onnxruntime")
 

@@ -1,7 +1,7 @@
-"""Training step by step as one SVG: metric and deploy gap, then loss and learning rate.
+"""Training step by step as one SVG: metric and deploy gap, then loss and learning rate, as far as measured.
 
-The deploy gap is the metric of the trained weights minus that of the weights that would ship. Only strips with
-measurements are drawn.
+The deploy gap is the metric of the trained weights minus that of the weights that would ship. The convergence of a
+calibration is drawn alike, over the samples read.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 from markupsafe import Markup
 
 from layerline.pipeline.commands.lookup import Log
+from layerline.pipeline.report import Scalar
 from layerline.views import canvas
 from layerline.views.canvas import GAP, HEAD, LEFT, RIGHT, STRIP, TITLE, TOP, Scale
 from layerline.views.formatting import figure
@@ -64,20 +65,40 @@ STRIPS = (
 )
 
 
-def curves(rows: Log) -> Markup:
-    """The figure of a training log at each width, or nothing where it holds no step."""
+CONVERGENCE_STRIPS = (
+    Strip(
+        "change of the scales",
+        (Line("greatest_change", "greatest", "online"), Line("median_change", "median", "main")),
+        zero=True,
+    ),
+    Strip("share of values that moved", (Line("moving", "", "main"),), zero=True),
+    Strip("95 % interval of a scale, relative", (Line("interval", "", "main"),), zero=True),
+)
+
+
+def convergence(rows: Sequence[Mapping[str, Scalar]]) -> Markup:
+    """The figure of a calibration: how far scales moved as more samples were read."""
+    log = []
+    for row in rows:
+        numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+        log.append({**numbers, "step": numbers.get("samples", math.nan)})
+    return curves(log, CONVERGENCE_STRIPS, "samples")
+
+
+def curves(rows: Log, drawn: Sequence[Strip] = STRIPS, axis_name: str = "steps") -> Markup:
+    """The figure of a log at each width, or nothing where it holds no step."""
     strips = {}
-    for strip in STRIPS:
+    for strip in drawn:
         lines = [(line, _points(rows, line.column)) for line in strip.lines]
         measured = [(line, points) for line, points in lines if points]
         if measured:
             strips[strip] = measured
     if not strips:
         return Markup("")
-    return canvas.at_each_width(partial(_figure, strips))
+    return canvas.at_each_width(partial(_figure, strips, axis_name))
 
 
-def _figure(strips: Mapping[Strip, Lines], width: int) -> Markup:
+def _figure(strips: Mapping[Strip, Lines], axis_name: str, width: int) -> Markup:
     steps: list[float] = []
     last_values: list[str] = []
     for strip, lines in strips.items():
@@ -87,7 +108,7 @@ def _figure(strips: Mapping[Strip, Lines], width: int) -> Markup:
             last_values.append(f"{name} {figure(points[-1][1])}")
     axis = Scale(width, min(steps), max(steps))
     bottom = TOP + len(strips) * (HEAD + STRIP + GAP)
-    body = _axis(axis, bottom)
+    body = _axis(axis, bottom, axis_name)
     top = TOP + HEAD
     for strip, lines in strips.items():
         values = [0.0] if strip.zero else []
@@ -96,7 +117,7 @@ def _figure(strips: Mapping[Strip, Lines], width: int) -> Markup:
         body += _strip(strip, lines, replace(axis, low=min(values), high=max(values), top=top))
         top += HEAD + STRIP + GAP
     titles = ", ".join(strip.title for strip in strips)
-    label = f"{titles} over steps {axis.first:g} to {axis.last:g}; in the end {', '.join(last_values)}"
+    label = f"{titles} over {axis_name} {axis.first:g} to {axis.last:g}; in the end {', '.join(last_values)}"
     return canvas.svg(width, bottom + AXIS, label, body)
 
 
@@ -162,12 +183,12 @@ def _ends(lines: Lines, scale: Scale) -> Markup:
     return canvas.label("end", scale.width - RIGHT, scale.top - TITLE, spans)
 
 
-def _axis(scale: Scale, bottom: float) -> Markup:
+def _axis(scale: Scale, bottom: float, name: str) -> Markup:
     """Round step numbers, as many as there is room for, and lines up through all strips."""
     widest = canvas.span(f"{scale.last:.0f}")
     most = min(max(int((scale.width - RIGHT - LEFT) / (widest + 8)), 1), STEPS_MARKED)
     interval = _round_interval(max((scale.last - scale.first) / most, 1))
-    drawn = canvas.label("axis", 0, bottom + 12, "step")
+    drawn = canvas.label("axis", 0, bottom + 12, name)
     written = 0.0  # the end of the last label
     for step in range(math.ceil(scale.first / interval) * interval, math.floor(scale.last) + 1, interval):
         x = scale.x(step)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from layerline.pipeline.report import OWN, LayerDiff, Report
-from layerline.views.formatting import FAILED, MEASURES, decibels, error
+from layerline.views.formatting import FAILED, MEASURES, decibels, error, number
 from layerline.views.tables import Column, Kind, TableView, filled
 
 PARAMETER = "parameter"
@@ -51,10 +51,7 @@ def by_own_error(report: Report) -> Report:
     """The report with each layer's own SQNR in place of the accumulated one, if the stage measured own errors."""
     if report.order != "own":
         return report
-    records = []
-    for record in report.records:
-        own = record.extra.get(OWN)
-        records.append(replace(record, sqnr_db=float(own) if isinstance(own, int | float) else None))
+    records = [replace(record, sqnr_db=number(record.extra.get(OWN))) for record in report.records]
     return replace(report, records=tuple(records))
 
 
@@ -188,7 +185,7 @@ def _places(reports: Sequence[Sequence[LayerDiff]]) -> dict[str, tuple[float, in
         if record.module:
             first, _ = bounds.get(record.module, (i, i))
             bounds[record.module] = (first, i)
-    for number, report in enumerate(reports, 1):
+    for which, report in enumerate(reports, 1):
         place = -1.0
         for i, record in enumerate(report):
             first_place, last_place = bounds.get(record.module, (place, place))
@@ -198,5 +195,5 @@ def _places(reports: Sequence[Sequence[LayerDiff]]) -> dict[str, tuple[float, in
                 place = first_place - 0.5
             else:
                 place = min(max(place, first_place), last_place)
-            places.setdefault(record.name, (place, number, i))
+            places.setdefault(record.name, (place, which, i))
     return places

@@ -25,6 +25,10 @@ _LONGEST_CELL = 60
 
 # Measurements that have another name in the tables than in a report.
 _HEADINGS = {
+    "bytes": "file size",
+    "bytes_before": "file size before",
+    "bytes_after": "file size after",
+    "initializer_bytes": "in initializers",
     "isolated_sqnr_db": "own dB",
     "own_sqnr_db": "own dB",
     "outputs_sqnr_db": "outputs dB",
@@ -45,10 +49,21 @@ def figure(value: Scalar) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        if value:
+            return "yes"
+        return "no"
     if isinstance(value, float):
         return _nonfinite(value) or f"{value:.4g}"
     return str(value)
+
+
+def number(value: Any) -> float | None:
+    """The value as a float; None where it is no number. "inf", "-inf" and "nan" travel as text."""
+    if isinstance(value, str) and value in ("inf", "-inf", "nan"):
+        return float(value)
+    if isinstance(value, int | float):
+        return float(value)
+    return None
 
 
 def is_size(name: str) -> bool:
@@ -108,7 +123,9 @@ def percent(share: float | None) -> str:
 
 def outcome(passed: bool) -> str:
     """A verdict in words: colour alone says nothing in print or to a colour-blind reader."""
-    return "passed" if passed else f"{FAILED} failed"
+    if passed:
+        return "passed"
+    return f"{FAILED} failed"
 
 
 def verdict(record: LayerDiff) -> str:
@@ -128,7 +145,9 @@ def heading(key: str) -> str:
 
 def count(number: int, noun: str) -> str:
     """`1 stage`, `2 stages`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    if number != 1:
+        noun += "s"
+    return f"{number} {noun}"
 
 
 def short(value: Any) -> str:

@@ -40,7 +40,9 @@ class Cell:
     @property
     def kind(self) -> str:
         """Its class in page.css."""
-        return f"h{bisect(STEPS, _level(self.record))}" if self.record.passed else BAD
+        if not self.record.passed:
+            return BAD
+        return f"h{bisect(STEPS, _level(self.record))}"
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def _binned(records: Sequence[LayerDiff | None], slots: SlotAxis) -> list[Cell]:
 def _cells(cells: Sequence[Cell], top: float, slots: SlotAxis) -> Markup:
     """One path for each shade. Where cells are too narrow for a gap, neighbours of one shade are one area."""
     unit = slots.width / slots.count
-    gap = 1 if unit >= LEAST_APART else 0
+    gap = int(unit >= LEAST_APART)
     areas: dict[str, list[tuple[float, float]]] = {}
     figures = Markup("")
     for cell in cells:
@@ -235,6 +237,10 @@ def _label(path: Sequence[str], width: float) -> str:
     """The path where there is room, or else its last part; a number says nothing without the part before it."""
     if _fits(path, width):
         return ".".join(path)
-    last = path[-2:] if path[-1].isdigit() else path[-1:]
-    dots = "…" if len(last) < len(path) else ""
-    return dots + ".".join(last)
+    last = path[-1:]
+    if path[-1].isdigit():
+        last = path[-2:]
+    text = ".".join(last)
+    if len(last) < len(path):
+        text = f"…{text}"
+    return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +15,11 @@ from layerline.pipeline.commands.settings import UNSET, changed, settings, versi
 from layerline.pipeline.config.project import as_options
 from layerline.pipeline.plan import Planner
 from layerline.pipeline.records.ledger import Record, Run
-from layerline.pipeline.report import HISTOGRAMS, OWN, Gate, Report, Scalar
+from layerline.pipeline.report import CHANNELS, CONVERGENCE, FLIPPED, HISTOGRAMS, OWN, Gate, Report, Scalar
 from layerline.views import document, glossary, plan_tree, run_comparison, summary
-from layerline.views.curves import curves, validated
+from layerline.views.curves import convergence, curves, validated
 from layerline.views.follow import MERGED, Followed, by_module, by_own_error, follow, follow_views, in_network_order
-from layerline.views.formatting import FAILED, amount, decibels, heading, outcome
+from layerline.views.formatting import FAILED, amount, decibels, heading, number, outcome
 from layerline.views.heat_map import heat_map
 from layerline.views.lines import DEPLOYED
 from layerline.views.screen import cleaned
@@ -26,6 +27,7 @@ from layerline.views.tables import Column, TableView, filled, free_table, record
 
 MAIN_METRICS = 4
 CAUSES = 5  # shown at most
+CHANNELS_DRAWN = 8  # of an opened layer
 ROWS_AT_FIRST = 25
 LONG = 48  # characters; a longer text is wrapped, as in page.js
 SUMMARY = (
@@ -86,7 +88,7 @@ def page(
     title, run, reports, missing, causes = cleaned((title, run, reports, missing, causes))
     of_run = {record.stage: reports[record.stage] for record in run.records if record.stage in reports}
     rows = follow(of_run)
-    own_rows = rows
+    own_rows: Sequence[Followed] = ()
     if any(report.order == "own" for report in of_run.values()):
         own_rows = follow({stage: by_own_error(report) for stage, report in of_run.items()})
     layer_of = {row.value: row.layer for row in rows}
@@ -109,7 +111,7 @@ def page(
     }
     functions = {f.__name__: f for f in (amount, as_options, grid_data, heading, outcome)}
     return document.template("page.html", {**constants, **functions}).render(
-        **document.head("page.js"),
+        **document.head("page.js", "img-src data:"),
         title=title,
         run=run,
         headline=summary.headline(of_run),
@@ -119,22 +121,25 @@ def page(
         layers={name for row in rows for name in (row.layer, row.value)},
         beside=_beside(PastRun(run, of_run), others),
         stages=stages,
-        heat_map=heat_map(by_module(own_rows), list(of_run)),
-        followed=follow_views(rows, list(of_run), () if own_rows is rows else own_rows),
-        histograms=[row for report in of_run.values() for row in _histograms(report)],
+        heat_map=heat_map(by_module(own_rows or rows), list(of_run)),
+        followed=follow_views(rows, list(of_run), own_rows),
+        drawn={
+            "histograms": [row for report in of_run.values() for row in _drawn(report, HISTOGRAMS)],
+            "channels": [row for report in of_run.values() for row in _channels(report)],
+        },
         any_merged=any(row.into for row in rows),
         glossary=glossary.view(),
     )
 
 
-def grid_data(views: Sequence[TableView], histograms: Sequence[Mapping[str, Scalar]] = ()) -> dict[str, Any]:
-    """All rows of a table's views, and histograms of their values, for page.js."""
+def grid_data(views: Sequence[TableView], drawn: Mapping[str, Sequence[Mapping[str, Scalar]]]) -> dict[str, Any]:
+    """All rows of a table's views, and what is drawn of their values (histograms, channels), for page.js."""
     data = []
     for view in views:
         heads = [column.label for column in view.columns]
         kinds = [column.kind for column in view.columns]
         data.append({"label": view.label, "heads": heads, "kinds": kinds, "rows": view.rows})
-    return {"first": ROWS_AT_FIRST, "views": data, "histograms": histograms}
+    return {"first": ROWS_AT_FIRST, "views": data, "drawn": drawn}
 
 
 def _beside(now: PastRun, others: Sequence[PastRun]) -> dict[str, Any] | None:
@@ -179,7 +184,7 @@ def _stage(
         first = report.sorted(report.order)[0]
         layer = layer_of.get(first.name, first.where)
         columns = {"SQNR dB": first.sqnr_db, "own dB": first.extra.get(OWN)}
-    levels = {name: decibels(None if level is None else float(level)) for name, level in columns.items()}
+    levels = {name: decibels(number(level)) for name, level in columns.items()}
     if set(levels.values()) <= {"", "equal"}:
         layer = ""
     summary = {**levels, "compared": counts[0], "failed": counts[1], "seconds": f"{record.seconds:.1f}"}
@@ -202,21 +207,45 @@ def _stage(
     }
     if report:
         stage["gates"] = _gates(report.gates)
-        tables = dict(report.tables)
-        if _histograms(report):
-            del tables[HISTOGRAMS]
+        tables = {title: rows for title, rows in report.tables.items() if not _drawn(report, title)}
         stage["tables"] = [(title, free_table(rows)) for title, rows in tables.items() if rows]
+        stage["convergence"] = convergence(_drawn(report, CONVERGENCE))
+        stage["flipped"] = _drawn(report, FLIPPED)
         stage["layers"] = records_table(in_network_order(report.records), report.order)
     return stage
 
 
-def _histograms(report: Report) -> Sequence[Mapping[str, Scalar]]:
-    """The histograms of a report; none where another stage gives a table of that name another form."""
-    rows = report.tables.get(HISTOGRAMS, ())
+# What the rows of a drawn table must have as finite numbers.
+_NUMBERS = {HISTOGRAMS: ("range", "end"), FLIPPED: ("sample",), CONVERGENCE: ("samples",)}
+_PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]+=*")
+
+
+def _drawn(report: Report, title: str) -> Sequence[Mapping[str, Scalar]]:
+    """The rows of a table that the page draws. None for other tables, and where a stage gives it another form."""
+    rows = report.tables.get(title, ())
     for row in rows:
-        ends = row.get("range"), row.get("end")
-        if not all(isinstance(end, float) and math.isfinite(end) for end in ends) or "profile" not in row:
+        numbers = [row.get(column) for column in _NUMBERS.get(title, ("none",))]
+        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
             return ()
+        if title == HISTOGRAMS and "profile" not in row:
+            return ()
+        if title == FLIPPED and "text" not in row and _PICTURE.fullmatch(str(row.get("picture"))) is None:
+            return ()
+    return rows
+
+
+def _channels(report: Report) -> list[dict[str, Scalar]]:
+    """The channels that make the greatest part of each layer's own error, as far as the stage measured it."""
+    of_layer: dict[str, list[dict[str, Scalar]]] = {}
+    for row in report.tables.get(CHANNELS, ()):
+        level, share = number(row.get("own_sqnr_db")), number(row.get("share"))
+        if level is not None and share is not None and math.isfinite(level) and math.isfinite(share):
+            drawn = {name: row.get(name) for name in ("value", "module", "channel")}
+            of_layer.setdefault(str(row.get("value")), []).append({**drawn, "own": decibels(level), "share": share})
+    rows = []
+    for channels in of_layer.values():
+        channels.sort(key=lambda row: -float(row["share"] or 0))
+        rows += channels[:CHANNELS_DRAWN]
     return rows
 
 

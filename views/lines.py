@@ -25,7 +25,9 @@ def stage_line(result: Result, name_width: int) -> tuple[Text, Text]:
     """The state of a stage, and what is worth telling about it: where it has no room, it is wrapped below."""
     mark, style = _MARKS[result.state]
     head = Text.assemble((mark, style), f" {result.name:{name_width}}{_GAP}")
-    seconds = f"{result.seconds:7.1f} s" if result.worked else " " * 9
+    seconds = " " * 9
+    if result.worked:
+        seconds = f"{result.seconds:7.1f} s"
     parts = [f"{result.state:7}", seconds]
     record = cleaned(result.record)
     if record:
@@ -43,9 +45,11 @@ def _facts(record: Record) -> list[str]:
     worst = record.worst or {}
     if worst.get("sqnr_db") is not None:
         db = float(worst["sqnr_db"])
-        text = "all that is judged equal" if NOT_JUDGED in record.metrics else "all equal"
-        if db != math.inf:
-            text = f"worst {worst['layer']} {formatting.decibels(db)} dB"
+        text = f"worst {worst['layer']} {formatting.decibels(db)} dB"
+        if db == math.inf and NOT_JUDGED in record.metrics:
+            text = "all that is judged equal"
+        elif db == math.inf:
+            text = "all equal"
         facts.insert(0, text)
     for name in DEPLOYED:
         if record.metrics.get(name) is not None:
@@ -61,9 +65,9 @@ def figures(metrics: Mapping[str, Any]) -> list[str]:
         if name in DEPLOYED:
             continue
         stem = name.removesuffix("_after")
-        other_half = (
-            f"{name.removesuffix('_before')}_after" if name.endswith("_before") else name.removesuffix("_float")
-        )
+        other_half = name.removesuffix("_float")
+        if name.endswith("_before"):
+            other_half = f"{name.removesuffix('_before')}_after"
         if stem != name and f"{stem}_before" in metrics:
             pairs.append(_change(stem, metrics[f"{stem}_before"], value))
         elif f"{name}_float" in metrics:
@@ -91,8 +95,6 @@ def _precisions_joined(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def _change(stem: str, before: Any, after: Any) -> str:
     first, second = formatting.amount(stem, before), formatting.amount(stem, after)
-    if not formatting.is_size(stem):
-        return f"{first} -> {second} {formatting.heading(stem)}"
-    if first == second:
-        return second
-    return f"{first} -> {second}"
+    if formatting.is_size(stem) and first == second:
+        return f"{second} {formatting.heading(stem)}"
+    return f"{first} -> {second} {formatting.heading(stem)}"

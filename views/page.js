@@ -38,8 +38,8 @@ function compare(a, b, kind, sign) {
 
 class Grid {
   constructor(root) {
-    const { first, views, histograms } = JSON.parse(root.querySelector("script").textContent);
-    Object.assign(this, { root, views, histograms, view: views[0], limit: first, sort: null, open: new Set() });
+    const { first, views, drawn } = JSON.parse(root.querySelector("script").textContent);
+    Object.assign(this, { root, views, drawn, view: views[0], limit: first, sort: null, open: new Set() });
     this.table = root.querySelector("table");
     this.count = Object.assign(root.querySelector(".count"), { ariaLive: "polite" });
     this.follows = root.classList.contains("follow");
@@ -167,7 +167,8 @@ class Grid {
     const scroll = make("div", "", { className: "scroll" });
     scroll.append(table);
     const concerns = (value, module) => values.has(value) || module === key;
-    const pictures = this.histograms.filter(({ value, module }) => concerns(value, module)).map(histogram);
+    const ofLayer = ({ value, module }) => concerns(value, module);
+    const pictures = [...channels(this.drawn.channels.filter(({ value }) => values.has(value))), ...this.drawn.histograms.filter(ofLayer).map(histogram)];
     Object.assign(row.insertCell(), { colSpan: this.view.heads.length }).append(scroll, ...quantised(concerns), ...pictures);
     return row;
   }
@@ -181,6 +182,20 @@ function quantised(concerns) {
     const told = heads.flatMap((head, i) => (i !== value && row[i] ? [`${head} ${row[i]}`] : []));
     return make("p", `${row[value]}: ${told.join(" · ")}`);
   });
+}
+
+// The channels that make the greatest part of a layer's own error; a bar is the channel's share of it.
+function channels(rows) {
+  if (!rows.length) return [];
+  const figure = make("figure", "", { className: "channels" });
+  figure.append(make("figcaption", "channels, by their share of the layer's own error; own dB"));
+  const max = Math.max(...rows.map(({ share }) => share));
+  for (const { channel, share, own } of rows) {
+    const line = make("label");
+    line.append(make("span", channel), make("progress", "", { max, value: share }), `${(100 * share).toFixed(1)} %; ${own}`);
+    figure.append(line);
+  }
+  return [figure];
 }
 
 // The magnitudes of a value in calibration, and where its range ends; drawn into a copy of the page's template.

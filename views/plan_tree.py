@@ -41,8 +41,9 @@ def read(path: Path) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
         for entry in document["values"]:
             name = str(entry["name"])
-            # Layers of two formats may read one value.
-            entries[f"{name} ({entry['dtype']})" if name in entries else name] = entry
+            if name in entries:  # layers of two formats read it
+                name += f" ({entry['dtype']})"
+            entries[name] = entry
         entries.update({f"{entry['name']} ({entry['op']})": entry for entry in document["kept"]})
         for entry in entries.values():
             text(entry)
@@ -63,7 +64,9 @@ def text(entry: Entry | None) -> str:
         return f"float: {entry['reason']}"
     scales = [float(scale) for scale in entry["scales"]]
     # The numbers of a float type are not evenly spaced, so its scale is no step.
-    unit = "scale" if str(entry["dtype"]).startswith("float") else "step"
+    unit = "step"
+    if str(entry["dtype"]).startswith("float"):
+        unit = "scale"
     if entry.get("block"):
         steps = f"blocks of {entry['block']} along axis {entry['axis']}"
     elif entry["axis"] is None:
@@ -90,7 +93,9 @@ def show(out: Console, entries: Mapping[str, Entry], differing: list[dict[str, s
     lines: list[tuple[str, Text]] = []
     if differing is None:
         for name, entry in entries.items():
-            style = "yellow" if "reason" in entry else "green"
+            style = "green"
+            if "reason" in entry:
+                style = "yellow"
             lines.append((str(entry.get("module", "")), _line(name, text(entry), style)))
     else:
         for row in differing:

@@ -66,12 +66,15 @@ def _columns(others: Sequence[PastRun], kind: Kind) -> list[Column]:
 
 
 def _levels(report: Report, *, has_own: bool) -> Mapping[str, tuple[LayerDiff, float]]:
-    records = by_own_error(report).records if has_own else report.records
-    return {record.name: (record, record.sqnr_db) for record in records if record.sqnr_db is not None}
+    if has_own:
+        report = by_own_error(report)
+    return {record.name: (record, record.sqnr_db) for record in report.records if record.sqnr_db is not None}
 
 
 def _distance(a: float, b: float) -> float:
     """In dB; infinite where one of both is NaN."""
-    if math.isnan(a) or math.isnan(b):
-        return math.inf if math.isnan(a) != math.isnan(b) else 0.0
+    if math.isnan(a) != math.isnan(b):
+        return math.inf
+    if math.isnan(a):
+        return 0.0
     return abs(min(max(a, LEAST), MOST) - min(max(b, LEAST), MOST))

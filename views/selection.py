@@ -83,7 +83,9 @@ def below(report: Report, limits: Mapping[str, float]) -> list[Row]:
                 continue
             is_measured = True
             if not measured >= limit:  # NaN too
-                shown: Scalar = measured if math.isfinite(measured) else str(measured)
+                shown: Scalar = measured
+                if not math.isfinite(measured):
+                    shown = str(measured)
                 row: Row = {"layer": record.where, "value": record.name, "measure": measure}
                 failing.append({**row, "seen": shown, "limit": limit})
         if not is_measured:
@@ -97,8 +99,7 @@ def _measured(record: LayerDiff, measure: str) -> float | None:
     if measure in ("sqnr", "cosine") and (record.one_sided or "mismatch" in record.extra):
         return -math.inf
     field = MEASURES[measure]
-    value = record.extra.get(field, getattr(record, field, None))
-    return float(value) if isinstance(value, int | float) else None
+    return formatting.number(record.extra.get(field, getattr(record, field, None)))
 
 
 def failure(failing: Sequence[Row], stage: str) -> StageError | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from layerline.pipeline.errors import located
 from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.report import Report, Scalar
-from layerline.views.formatting import amount, count, decibels, figure
+from layerline.views.formatting import amount, count, decibels, figure, number
 
 HALF = ("fp16_nodes", "bf16_nodes")
 COMPUTE = "compute_"
@@ -38,7 +38,7 @@ def headline(reports: Mapping[str, Report]) -> list[Headline]:
                 figures.append(Headline("precision", name.removesuffix("_nodes"), f"{metrics[name]} nodes"))
         if "output_sqnr_db" in metrics:
             db = metrics["output_sqnr_db"]
-            figures.append(Headline("SQNR of the outputs", f"{decibels(_number(db))} dB"))
+            figures.append(Headline("SQNR of the outputs", f"{decibels(number(db))} dB"))
         if "engine_bytes" in metrics:
             layers = [f"{n} in {name.removeprefix(COMPUTE)}" for name, n in metrics.items() if name.startswith(COMPUTE)]
             figures.append(Headline("engine", amount("engine_bytes", metrics["engine_bytes"]), ", ".join(layers)))
@@ -47,10 +47,10 @@ def headline(reports: Mapping[str, Report]) -> list[Headline]:
 
 def _metric(row: Mapping[str, Scalar]) -> Headline:
     remark = f"float {figure(row.get('float'))}"
-    change = _number(row.get("change"))
+    change = number(row.get("change"))
     if change is not None:
         remark += f", change {change:+.3g}"
-    low, high = _number(row.get("low_95")), _number(row.get("high_95"))
+    low, high = number(row.get("low_95")), number(row.get("high_95"))
     if low is not None and high is not None:
         remark += f" (95 %: {low:+.3g} to {high:+.3g})"
     if row.get("budget"):
@@ -59,15 +59,11 @@ def _metric(row: Mapping[str, Scalar]) -> Headline:
 
 
 def _size(before: Scalar, after: Scalar) -> Headline:
-    small, large = _number(after), _number(before)
+    small, large = number(after), number(before)
     remark = f"float {amount('bytes', before)}"
     if small and large and large > small:
         remark += f", {large / small:.3g} times smaller"
     return Headline("size", amount("bytes", after), remark)
-
-
-def _number(value: Scalar) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
 
 
 def facts(run: Run, reports: Mapping[str, Report], missing: Sequence[str]) -> list[str]:

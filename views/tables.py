@@ -159,7 +159,7 @@ def _free_column(key: str, values: Sequence[Scalar], worse: Kind) -> _Cells:
     label = heading(key)
     if any(isinstance(value, bool | str) for value in values):  # one text makes the whole column text
         return Column(label), [figure(value) for value in values]
-    numbers = [None if value is None else float(value) for value in values]
+    numbers = [formatting.number(value) for value in values]
     if key == GAIN:
         return Column(label, worse), ["" if number is None else f"{round(number, 1) + 0.0:+.1f}" for number in numbers]
     if key.endswith("_db"):

@@ -49,6 +49,7 @@ ORDERS: Mapping[Order, str] = {
 }
 ROWS = 20  # of a table, after `pipe tune`
 FIGURES = 2  # of a stage, in the list of runs
+SETTINGS = 6  # of a run there
 _GAP = 2  # columns between two cells
 _STYLES = {
     "passed": "green",
@@ -138,7 +139,9 @@ def run_outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = (
 def _next_command(done: Outcome, sets: Sequence[str]) -> str:
     for result in done.results:
         if result.state == "failed" and result.record:
-            return "pipe why" if result.name == "quantize" else f"pipe diff {result.name}"
+            if result.name == "quantize":
+                return "pipe why"
+            return f"pipe diff {result.name}"
         if result.state == "failed":
             return ""
     if done.out_of_date:
@@ -237,12 +240,15 @@ def _parts(step: Step, old: Mapping[str, str] | None) -> Table:
     for name in dict.fromkeys([*new, *changed]):  # removed parts last
         is_changed = name in changed
         now = new.get(name)
-        state = "changed" if is_changed else "same"
+        state, style = "same", "dim"
+        if is_changed:
+            state = "changed"
         if name in waiting:
             state, now = "may change", "not known yet"
         if old is None:
             state = "new"
-        style = "yellow" if is_changed and before else "dim"
+        if is_changed and before:
+            style = "yellow"
         kind = name.partition(".")[0]
         texts = []
         for side, value in ((before, before.get(name)), (new, now)):
@@ -347,7 +353,10 @@ def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
         }
         if row is rows[-1]:
             for stage, fields in row["settings"].items():
-                facts["settings"] += [f"{stage}.{name}={value}" for name, value in fields.items()]
+                facts["settings"] += [f"{stage}.{name}={formatting.short(value)}" for name, value in fields.items()]
+            further = len(facts["settings"]) - SETTINGS
+            if further > 0:
+                facts["settings"][SETTINGS:] = [f"and {further} more, which --json lists"]
         for stage, metrics in row["metrics"].items():
             figures = lines.figures(metrics)[:FIGURES]
             if figures and stage in row["ran"]:
@@ -360,7 +369,9 @@ def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
 def findings(out: Console, report: Report, then: Report | None = None) -> None:
     """Prints a report's gates, figures and notes; with `then`, the figures of another run beside."""
     for gate in report.gates:
-        mark = Text("✓ ", "green") if gate.passed else Text("✗ ", "red")
+        mark = Text("✓ ", "green")
+        if not gate.passed:
+            mark = Text("✗ ", "red")
         _hanging(out, mark, words(f"{gate.name}: {gate.seen}, expected {gate.expected}"))
     if then is not None:
         names = {**report.metrics, **then.metrics}
@@ -398,7 +409,9 @@ def collected(garbage: Sequence[Garbage] | None, *, dry_run: bool, verbose: bool
     if not garbage:
         yield "nothing to remove"
         return
-    verb = "would remove" if dry_run else "removed"
+    verb = "removed"
+    if dry_run:
+        verb = "would remove"
     if verbose:
         for item in garbage:
             yield f"{verb} {item.path}"

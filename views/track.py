@@ -167,7 +167,9 @@ class Tracking:
         if done is not None:
             planner = open_planner(self._project)
             page = html.of_run(planner, planner.ledger.find_run(done.run))
-            outcome = "FINISHED" if done.passed else "FAILED"
+            outcome = "FAILED"
+            if done.passed:
+                outcome = "FINISHED"
         self._send(lambda tracker: tracker.close(page, outcome))
         self._tracker = None
 

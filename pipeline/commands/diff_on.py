@@ -38,10 +38,7 @@ def diff_stages(
 
     The share that a range clips, and the SQNR of weights, are those of the second stage's report.
     """
-    places: list[tuple[str, str | None]] = []
-    for stage in stages:
-        name, _, run = stage.partition("@")
-        places.append((name, run or run_id))
+    places = [lookup.stage_and_run(stage, run_id) for stage in stages]
     folders = [_with_model(project, name, run, log) for name, run in places]
     compare = import_module(_COMPARE_FILES)
     report: Report = compare.compare_stages(*folders, log, compare.Further(**further))

@@ -92,6 +92,14 @@ def choose(planner: Planner, stage: str, run_id: str | None = None) -> Chosen:
     return Chosen(record, newest)
 
 
+def stage_and_run(text: str, run_id: str | None) -> tuple[str, str | None]:
+    """The stage and the run of `STAGE@RUN`; of `STAGE` alone with `run_id`. Raises ConfigError: the run is empty."""
+    name, at, run = text.partition("@")
+    if at and not run:
+        raise ConfigError(f"{text} names no run", hint=f"{name}@previous, an id from `pipe runs`, or {name} alone")
+    return name, run or run_id
+
+
 def find_run(planner: Planner, run_id: str | None) -> Run:
     """The run of that id, or the newest with the overrides that the project was read with, or the newest."""
     project = planner.project

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -10,10 +11,12 @@ from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from layerline.parity.flipped_samples import png
 from layerline.pipeline.commands.lookup import Log
-from layerline.pipeline.report import HISTOGRAMS, Gate, Report
+from layerline.pipeline.report import CHANNELS, FLIPPED, HISTOGRAMS, Gate, Report
 from layerline.views.canvas import WIDTHS
 from layerline.views.html import LONG, page
 from tests.views.samples import LAYERS, diff, many, run_of, sample_reports
@@ -223,7 +226,11 @@ def test_an_opened_layer_shows_how_its_values_are_quantised(tmp_path: Path) -> N
         {"value": "w", "module": "net.c"},
     ]
     drawn = {"value": "c", "module": "net.next", "range": 2.0, "end": 4.0, "profile": "z" + "i" * 32 + "0" * 31}
-    tables = {"quantized": rows, HISTOGRAMS: [drawn]}
+    shares = ((2, 20.0, 0.2), (7, 0.0, 0.8))
+    channels = [{"value": "c", "channel": n, "own_sqnr_db": db, "share": share} for n, db, share in shares]
+    picture = f"data:image/png;base64,{base64.b64encode(png(np.zeros((4, 4), np.uint8))).decode()}"
+    flips = [{"sample": 1, "became": "wrong", "picture": picture}]
+    tables = {"quantized": rows, HISTOGRAMS: [drawn], CHANNELS: channels, FLIPPED: flips}
     report = Report(
         stage="quantize", records=(diff("c", "net.c", db=30.0), diff("d", "net.next", db=20.0)), tables=tables
     )
@@ -235,6 +242,8 @@ def test_an_opened_layer_shows_how_its_values_are_quantised(tmp_path: Path) -> N
         "c: role activation · module net.next · clipped % 25.00",
         "w: module net.c",
     ]
+    bars = re.findall(r'<label><span>(\d+)</span><progress max="0.8" value="(.*?)"></progress>(.*?)</label>', detail)
+    assert bars == [("7", "0.8", "80.0 %; 0.0"), ("2", "0.2", "20.0 %; 20.0")]
     # 35 of 36 levels are 58.3 of 60 units, 18 are 30; the range ends in the middle of 64 bars of 6 units.
     (bars,) = re.findall(r'<path class="bar" d="(.*?)"', detail)
     assert bars.startswith("M0 60v-58.3") and bars.count("v-30h5") == 31

@@ -19,7 +19,7 @@ from layerline.pipeline.causes import Evidence
 from layerline.pipeline.inputs.untrusted import printable
 from layerline.pipeline.quantize_causes import sensitive_layers
 from layerline.pipeline.records.ledger import Run
-from layerline.pipeline.report import HISTOGRAMS, Gate, Report
+from layerline.pipeline.report import CHANNELS, CONVERGENCE, FLIPPED, HISTOGRAMS, Gate, Report
 from layerline.views.canvas import WIDTHS
 from layerline.views.html import page
 from tests.views.samples import diff, many, run_of, sample_reports
@@ -248,11 +248,40 @@ def test_the_plan_stands_in_the_order_of_the_network() -> None:
     ]
 
 
-@pytest.mark.parametrize("row", [{"value": "a"}, {"profile": "z", "range": math.nan, "end": 1.0}])
-def test_a_table_that_is_only_called_histograms_is_listed(row: dict[str, Any]) -> None:
-    text = render({"s": Report(stage="s", records=(diff("a", "a", db=3.0),), tables={HISTOGRAMS: [row]})})
-    assert f"<summary>{HISTOGRAMS}" in text
-    assert all(grid["histograms"] == [] for grid in Parsed(text).data)
+PICTURE = "data:image/png;base64,iVBORw0KGgo="
+OTHER_FORMS = [
+    (HISTOGRAMS, {"value": "a"}),
+    (HISTOGRAMS, {"profile": "z", "range": math.nan, "end": 1.0}),
+    (FLIPPED, {"sample": 3, "picture": "https://elsewhere.example/a.png"}),
+    (FLIPPED, {"sample": 3, "picture": f"{PICTURE}&<script>"}),
+    (CONVERGENCE, {"samples": "many"}),
+]
+
+
+@pytest.mark.parametrize(("title", "row"), OTHER_FORMS)
+def test_a_table_that_only_has_the_name_of_a_drawn_one_is_listed(title: str, row: dict[str, Any]) -> None:
+    text = render({"s": Report(stage="s", records=(diff("a", "a", db=3.0),), tables={title: [row]})})
+    assert f"<summary>{title} <span>1" in text and "<img" not in text
+    assert all(not any(grid["drawn"].values()) for grid in Parsed(text).data)
+
+
+def test_flipped_samples_and_the_convergence_are_drawn() -> None:
+    flips = [
+        {"sample": 17, "became": "wrong", "float": 3, "converted": 8, "picture": PICTURE},
+        {"sample": 18, "became": "right", "text": "a <b> c"},
+    ]
+    curve = [{"samples": n, "median_change": 1 / n, "greatest_change": None, "moving": 0.5} for n in (16, 32, 64)]
+    rows = ((3, 9.5, 0.2), (1, math.inf, 0.0), (2, 7.0, 0.8))
+    channels = [{"value": "a", "channel": n, "own_sqnr_db": db, "share": share} for n, db, share in rows]
+    tables = {FLIPPED: flips, CONVERGENCE: curve, CHANNELS: channels}
+    text = render({"quantize": Report(stage="quantize", records=(diff("a", "a", db=3.0),), tables=tables)})
+    parsed = Parsed(text)
+    assert ("src", PICTURE) in parsed.attributes and "sample 17: 3 → 8, wrong" in parsed.text
+    assert "a <b> c" in parsed.texts and "sample 18: right" in parsed.text
+    assert "samples 16 to 64; in the end change of the scales median 0.01562, share of values that moved 0.5" in text
+    assert [row["channel"] for grid in parsed.data for row in grid["drawn"].get("channels", ())] == [2, 3]
+    assert "img-src data:" in text and not any(f"<summary>{title}" in text for title in (FLIPPED, CONVERGENCE))
+    assert f"<summary>{CHANNELS}" in text, "with the range and the weights of each"
 
 
 def test_a_layer_that_fusing_gave_another_name_has_one_on_the_page() -> None:

@@ -21,7 +21,7 @@ def test_figures_that_differ_stand_side_by_side() -> None:
     now, then = past("b", bytes_after=2e6, accuracy=0.5), past("a", bytes_after=4e6)
     view = figures(now, [then])
     assert [column.label for column in view.columns] == ["figure", "now", "a"]
-    assert view.rows == [["quantize: size after", "2 MB", "4 MB"], ["quantize: accuracy", "0.5", ""]]
+    assert view.rows == [["quantize: file size after", "2 MB", "4 MB"], ["quantize: accuracy", "0.5", ""]]
     assert figures(now, [now]).rows == []
 
 

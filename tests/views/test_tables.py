@@ -54,8 +54,8 @@ def test_figures_of_every_kind() -> None:
     ("name", "value", "told"),
     [
         ("engine_bytes", 9732516, "engine size 9.73 MB"),
-        ("bytes_before", 999, "size before 999 B"),
-        ("bytes_after", 1_234_000_000, "size after 1.23 GB"),
+        ("bytes_before", 999, "file size before 999 B"),
+        ("bytes_after", 1_234_000_000, "file size after 1.23 GB"),
         ("peak_bytes", 41_000.0, "peak size 41 kB"),
         ("layers", 9732516, "layers 9732516"),
         ("kilobytes", 12, "kilobytes 12"),

@@ -228,3 +228,16 @@ def test_causes_are_a_list_with_evidence_and_change_and_the_verdict_is_last() ->
         "  lost in quantize",
     ]
     assert lines(60, terminal.why, report, ("metric by stage",))[3:] == ["verdict", "  lost in quantize"]
+
+
+def test_long_settings_of_the_oldest_run_are_shortened() -> None:
+    fields = {f"field_{i}": "x" * 300 for i in range(9)}
+    row = {
+        "id": "a", "time": "", "passed": True, "stages": ["train"], "ran": ["train"], "errors": {}, "sets": [],
+        "changed": [], "settings": {"train": fields}, "metrics": {},
+    }  # fmt: skip
+    printed = lines(2000, terminal.runs, [row])
+    assert printed[-1].split(maxsplit=1)[1].split("; ") == [
+        *[f"train.field_{i}={'x' * 59}…" for i in range(6)],
+        "and 3 more, which --json lists",
+    ]
