@@ -26,6 +26,7 @@ LEGEND_CELL = 12
 LEAST_APART = 6  # user units of a cell from which there is a gap beside it
 LEAST_WRITTEN = 41  # user units of a cell that has room for its figure
 LEAST_RUN, LEAST_NUMBERED_RUN = 44, 12  # user units; some of the numbered ones go without their number
+LEAST_NAMED = 0.75  # of the width of neighbouring runs: so much must have a name
 LEAST_BORDERED = 6  # user units a run of layers; closer borders would look like a grey field
 
 
@@ -69,10 +70,11 @@ def heat_map(rows: Sequence[Followed], stages: Sequence[str]) -> Markup:
     """The figure at each width, or nothing where no stage measured an SQNR.
 
     Args:
-        rows: in topological order; each has one slot on the horizontal axis.
+        rows: in topological order; each that was measured has one slot on the horizontal axis, as in page.js.
         stages: in the order they ran.
     """
     measured: dict[str, list[LayerDiff | None]] = {}
+    rows = [row for row in rows if any(map(_measured, row.records.values()))]
     for stage in stages:
         records = [_measured(row.records.get(stage)) for row in rows]
         if any(records):
@@ -221,12 +223,16 @@ def _runs(paths: Sequence[tuple[str, ...]], start: int, stop: int, depth: int, s
 
 
 def _have_room(runs: Sequence[LayerRun], slots: SlotAxis) -> bool:
-    width = slots.x(runs[-1].stop) - slots.x(runs[0].start)
+    """Whether runs have room for their names, but for a few short ones that go without."""
+    widths = [slots.x(run.stop) - slots.x(run.start) for run in runs]
     if all(run.path[-1].isdigit() for run in runs):
-        return len(runs) * LEAST_NUMBERED_RUN < width
-    if len(runs) * LEAST_RUN >= width:
+        # The numbers of single layers say less than the name of their group.
+        has_groups = any(run.stop - run.start > 1 for run in runs)
+        return has_groups and len(runs) * LEAST_NUMBERED_RUN < sum(widths)
+    if len(runs) * LEAST_RUN >= sum(widths):
         return False
-    return all(_fits(run.path, slots.x(run.stop) - slots.x(run.start)) for run in runs)
+    named = [width for run, width in zip(runs, widths, strict=True) if _fits(run.path, width)]
+    return sum(named) >= LEAST_NAMED * sum(widths)
 
 
 def _fits(path: Sequence[str], width: float) -> bool:

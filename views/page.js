@@ -254,14 +254,17 @@ function readHeatMap(svg) {
   const { slots, height } = svg.dataset;
   const { heads, rows } = follow.views[0];
   const width = svg.viewBox.baseVal.width / slots;
-  const inOrder = [...rows].sort((a, b) => a.at(-1) - b.at(-1));
+  const merged = heads.indexOf("merged into");
+  const isStage = (column) => column > 1 && column !== merged && column < heads.indexOf("op");
+  const measured = rows.filter((row) => row.some((text, column) => text && isStage(column)));
+  const inOrder = measured.sort((a, b) => a.at(-1) - b.at(-1));
   let at = -1;
   const read = (slot) => {
     at = Math.min(slots - 1, Math.max(0, slot));
     const [layer, , ...cells] = inOrder[at];
-    const measured = heads.slice(2, heads.indexOf("op")).flatMap((stage, i) => (cells[i] ? [`${stage} ${cells[i]}`] : []));
+    const texts = heads.slice(2, heads.indexOf("op")).flatMap((stage, i) => (cells[i] ? [`${stage} ${cells[i]}`] : []));
     svg.querySelector(".cursor").setAttribute("d", `M${(at + 0.5) * width} 20V${height}`);
-    svg.closest("section").querySelector(".reading").textContent = `${layer}: ${measured.join(" · ")}`;
+    svg.closest("section").querySelector(".reading").textContent = `${layer}: ${texts.join(" · ")}`;
   };
   const go = () => (location.hash = `#layer=${encodeURIComponent(inOrder[at][0])}`);
   svg.onpointermove = ({ clientX, clientY }) => {
