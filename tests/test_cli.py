@@ -609,13 +609,6 @@ def test_runs_show_settings_and_figures(pipe: Pipe, folder: Folder) -> None:
     ]
 
 
-def test_a_stage_with_an_empty_run_is_refused(pipe: Pipe) -> None:
-    pipe("run", "all")
-    for command in (["judge@"], ["double", "judge@"], ["judge@", "double"], ["judge@", "--on", "onnxruntime"]):
-        said = pipe("diff", *command)
-        assert said.code == 2 and "judge@ names no run" in said.err and "judge@previous" in said.err
-
-
 def test_the_page_shows_settings_versions_and_overrides(pipe: Pipe, folder: Folder) -> None:
     folder.write("pipe.yaml", "source: {rate: 2}\n")
     pipe("run", "all", "--set", "double.factor=3")

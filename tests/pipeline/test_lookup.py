@@ -1,4 +1,4 @@
-"""The training log beside a checkpoint, which may come from anywhere."""
+"""The training log beside a checkpoint, which may come from anywhere; and the stage and run that a person names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from layerline.pipeline.commands.lookup import read_log
-from layerline.pipeline.errors import PipeError
+from layerline.pipeline.commands.lookup import read_log, stage_and_run
+from layerline.pipeline.errors import ConfigError, PipeError
 
 
 def test_a_row_holds_what_was_measured(tmp_path: Path) -> None:
@@ -53,3 +53,22 @@ def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.csv")
     with pytest.raises(PipeError, match="not a regular file"):
         read_log(tmp_path / "metrics.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "run", "chosen"),
+    [
+        ("quantize", None, ("quantize", None)),
+        ("quantize", "last", ("quantize", "last")),
+        ("quantize@previous", None, ("quantize", "previous")),
+        ("quantize@2026", "last", ("quantize", "2026")),
+    ],
+)
+def test_a_stage_may_name_its_run(text: str, run: str | None, chosen: tuple[str, str | None]) -> None:
+    assert stage_and_run(text, run) == chosen
+
+
+def test_a_stage_with_an_empty_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="quantize@ names no run") as refused:
+        stage_and_run("quantize@", "last")
+    assert refused.value.exit_code == 2 and "quantize@previous" in refused.value.hint
