@@ -74,7 +74,7 @@ def rendered(folder: Path, text: str, fragment: str = "") -> str:
 def measured(folder: Path, text: str) -> dict[int, dict[str, Any]]:
     """What MEASURE finds in windows of WINDOWS, one frame each."""
     frames = "".join(f'<iframe style="width: {w}px; border: 0" srcdoc="{escape(text)}"></iframe>' for w in WINDOWS)
-    dom = rendered(folder, f"<!DOCTYPE html><body>{frames}<script>{MEASURE}</script>")
+    dom = rendered(folder, f"<!DOCTYPE html><meta charset=utf-8><body>{frames}<script>{MEASURE}</script>")
     (found,) = re.findall(r"<pre>(.*?)</pre>", dom, re.DOTALL)
     return dict(zip(WINDOWS, json.loads(unescape(found)), strict=True))
 
@@ -166,7 +166,7 @@ def test_the_page_is_searched_sorted_and_read_by_keyboard(tmp_path: Path) -> Non
     inner = tmp_path / "inner.html"
     inner.write_text(page("mnist", run_of(reports), reports), "utf-8")
     frame = f'<iframe style="width: 1200px" srcdoc="{escape(inner.read_text("utf-8"))}"></iframe>'
-    dom = rendered(tmp_path, f"<!DOCTYPE html><body>{frame}<script>{ACTIONS}</script>")
+    dom = rendered(tmp_path, f"<!DOCTYPE html><meta charset=utf-8><body>{frame}<script>{ACTIONS}</script>")
     (found,) = re.findall(r"<pre>(.*?)</pre>", dom, re.DOTALL)
     prefix = "model.layers"
     assert json.loads(unescape(found)) == {
