@@ -12,13 +12,16 @@ rounds of the CPU time of a step less that of the hand-written loop in the same 
 part as well: what it "adds" is the measure's own error.
 
 Then the costly cases, as ratios of CPU time to the hand-written loop, which only clears its gradients and steps: a log
-row at every step, 600 small tensors, 10 M parameters, and NAdam, Lion and Muon from outside of the table.
+row at every step, 600 small tensors, 10 M parameters, and NAdam, Lion and Muon from outside of the table. Beside each
+ratio stands that of the same loop with one `torch._foreach_norm` over its gradients, which is the least that a finite
+check costs.
 Ends in one JSON line.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import time
@@ -35,7 +38,9 @@ from torch.nn import functional as F
 from layerline import ModelOptimizer
 
 BUILDS, ROUNDS, STEPS, WARM = 25, 8, 10, 20
-PAIRS, SECONDS = 15, 0.15
+# Of the costly cases: builds, rounds of each build, and seconds of one timing. The warm-up takes a loop past the steps
+# in which a model is checked more often than later.
+PAIR_BUILDS, PAIRS, SECONDS, PAIR_WARM = 6, 6, 0.1, 70
 Step = Callable[[], object]
 
 
@@ -171,31 +176,43 @@ def nadam(model: nn.Module) -> Any:
     return torch.optim.NAdam(model.parameters(), lr=1e-5)
 
 
-def pair(make: Callable[[], tuple[nn.Module, Tensor]], own: Callable[[nn.Module], Any] | None, interval: int) -> float:
-    """CPU time of our step over that of the hand-written one, in turns: the median ratio."""
-    steps: list[Step] = []
-    for hand in (True, False):
-        torch.manual_seed(0)
-        model, x = make()
-        y = torch.randint(0, 4, (len(x),))
-        optimizer = None if own is None else own(model)
-        steps.append(plainly(model, x, y, optimizer) if hand else watched(model, x, y, optimizer, interval))
-    count = max(1, round(SECONDS / (timed(steps[0], 3) / 1e6)))
-    timed(steps[1], 3)
-    ratios = []
-    for turn in range(PAIRS):
-        first = turn % 2
-        times = {i: timed(steps[i], count) for i in (first, 1 - first)}
-        ratios.append(times[1] / times[0])
-    return round(statistics.median(ratios), 3)
+def pair(
+    make: Callable[[], tuple[nn.Module, Tensor]], own: Callable[[nn.Module], Any] | None, interval: int
+) -> tuple[float, float]:
+    """CPU time of our step, and of a plain one with a norm, over that of the plain one, in turns: median ratios."""
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for _ in range(PAIR_BUILDS):
+        steps: dict[str, Step] = {}
+        for name in ("hand", "norm", "ours"):
+            torch.manual_seed(0)
+            model, x = make()
+            y = torch.randint(0, 4, (len(x),))
+            optimizer = None if own is None else own(model)
+            if name == "ours":
+                steps[name] = watched(model, x, y, optimizer, interval)
+            else:
+                steps[name] = plainly(model, x, y, optimizer, norm=name == "norm")
+        warm = [timed(step, PAIR_WARM) for step in steps.values()]
+        count = max(1, round(SECONDS / (warm[0] / 1e6)))
+        names = list(steps)
+        for _ in range(PAIRS):
+            random.shuffle(names)
+            times = {name: timed(steps[name], count) for name in names}
+            for name in ("norm", "ours"):
+                ratios[name].append(times[name] / times["hand"])
+    return round(statistics.median(ratios["ours"]), 3), round(statistics.median(ratios["norm"]), 3)
 
 
-def plainly(model: nn.Module, x: Tensor, y: Tensor, optimizer: Any) -> Step:
+def plainly(model: nn.Module, x: Tensor, y: Tensor, optimizer: Any, *, norm: bool) -> Step:
     optimizer = adamw(model) if optimizer is None else optimizer
+    params = list(model.parameters())
 
     def step() -> None:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
+        if norm:
+            parts = torch._foreach_norm([p.grad for p in params])
+            math.isfinite(math.hypot(*[part.item() for part in parts]))
         optimizer.step()
 
     return step
@@ -206,7 +223,7 @@ def watched(model: nn.Module, x: Tensor, y: Tensor, optimizer: Any, interval: in
     return lambda: mo.step(F.cross_entropy(model(x), y))
 
 
-def costly() -> dict[str, float]:
+def costly() -> dict[str, tuple[float, float]]:
     medium, large, many = partial(stack, 256, 4), partial(stack, 1024, 10, 8), partial(stack, 8, 300, 8)
     cases: dict[str, tuple[Any, Any, int]] = {
         "rows_never": (medium, None, 0),
@@ -231,7 +248,7 @@ def timed(step: Step, count: int) -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    result: dict[str, dict[str, float]] = {}
+    result: dict[str, Any] = {}
     for name, make in {"mlp": mlp, "cnn": cnn}.items():
         for clip in (False, True):
             case = f"{name}_clipped" if clip else name

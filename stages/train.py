@@ -47,7 +47,7 @@ class Train(Stage):
     """
 
     name: ClassVar[str] = "train"
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     takes: ClassVar[Mapping[str, str]] = {}
     gives: ClassVar[str] = "checkpoint"
     uses: ClassVar[tuple[str, ...]] = ("model", "train_data", "loss")

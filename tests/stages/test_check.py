@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +15,7 @@ from onnx import helper, numpy_helper
 from layerline.pipeline import check as checking
 from layerline.pipeline.check import Checked
 from layerline.pipeline.config.project import load
-from layerline.pipeline.inspection import CalledOnce, Inspection
 from layerline.pipeline.runner import Outcome, Runner
-from layerline.stages.train import Train
 
 TASK = """import numpy as np, torch
 from torch import nn
@@ -481,18 +477,3 @@ def test_a_project_that_starts_at_an_onnx_file(tmp_path: Path) -> None:
         (tmp_path / "pipe.yaml").write_text(f"import-onnx: {{{file}{text}}}\n")
         seen = [(f.item, f.seen) for f in looked_at(tmp_path).findings if f.state != "ok"]
         assert any(item == i and words in s for i, s in seen), (text, seen)
-
-
-def test_a_trial_of_the_hooks_writes_no_tensorboard_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> None:
-        raise AssertionError("a check writes nothing")
-
-    fake = SimpleNamespace(SummaryWriter=refused)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
-    root = project(tmp_path)
-    look = Inspection(root, CalledOnce(root / "task.py", root))
-    Train(batch_size=8, monitor={"tensorboard": str(tmp_path / "logs")}).check(look)
-    assert not [finding for finding in look.findings if finding.state == "error"]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    Train(batch_size=8, monitor={"tensorboard": str(tmp_path / "logs")}).check(look)
-    assert [f.seen for f in look.findings if f.state == "error"] == ["tensorboard is not installed"]

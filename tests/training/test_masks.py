@@ -92,16 +92,16 @@ def test_a_dropped_channel_gives_exactly_zero_and_the_others_what_they_gave(kind
 
 @pytest.mark.parametrize(
     ("step", "expected"),
-    [(0, 0.2), (10, 0.2), (15, 0.8 - 0.6 * 0.5**3), (20, 0.8), (99, 0.8), (11, 0.8 - 0.6 * 0.9**3)],
+    [(0, 0), (10, 0), (15, 0.8 - 0.8 * 0.5**3), (20, 0.8), (99, 0.8), (11, 0.8 - 0.8 * 0.9**3)],
 )
 def test_cubic_by_hand(step: int, expected: float) -> None:
-    assert cubic(step, begin=10, end=20, initial=0.2, final=0.8) == pytest.approx(expected, rel=1e-12)
+    assert cubic(step, begin=10, end=20, final=0.8) == pytest.approx(expected, rel=1e-12)
 
 
-@given(st.integers(0, 50), st.integers(1, 50), st.floats(0, 0.5), st.floats(0.5, 0.99))
-def test_cubic_never_falls(begin: int, length: int, initial: float, final: float) -> None:
-    seen = [cubic(t, begin=begin, end=begin + length, initial=initial, final=final) for t in range(begin + length + 2)]
-    assert seen == sorted(seen) and seen[0] == pytest.approx(initial) and seen[-1] == final
+@given(st.integers(0, 50), st.integers(1, 50), st.floats(0, 0.99))
+def test_cubic_never_falls(begin: int, length: int, final: float) -> None:
+    shares = [cubic(t, begin=begin, end=begin + length, final=final) for t in range(begin + length + 2)]
+    assert shares == sorted(shares) and shares[0] == pytest.approx(0) and shares[-1] == final
 
 
 def _lane(**sections: Any) -> tuple[nn.Module, Lane]:
@@ -210,8 +210,8 @@ def test_wrong_questions() -> None:
         magnitude(nn.LayerNorm(3), 0.5)
     with pytest.raises(ConfigError, match="begins at 5, ends at 5"):
         Gradual(final=0.5, begin=5, end=5)
-    with pytest.raises(ConfigError, match=r"from 0\.6 to 0\.5"):
-        Gradual(final=0.5, begin=0, end=5, initial=0.6)
+    with pytest.raises(ConfigError, match=r"grows to 1\.5"):
+        Gradual(final=1.5, begin=0, end=5)
     bad = nn.Linear(2, 2)
     bad.weight.data[0, 0] = torch.nan
     with pytest.raises(ConfigError, match=r"weight: a weight that is not finite"):

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from layerline import ModelOptimizer
-from layerline.pipeline.errors import Unavailable
 
 
 def _scalar(**sections: Any) -> tuple[nn.Linear, ModelOptimizer]:
@@ -229,19 +228,6 @@ def test_rows_survive_a_checkpoint(tmp_path: Path) -> None:
     _, again = _scalar(training={"log_interval": 1})
     again.load_ckpt(mo.save_ckpt(tmp_path / "a.safetensors"))
     assert _rows(again, tmp_path / "b.csv") == _rows(mo, tmp_path / "a.csv")
-
-
-def test_tensorboard_is_used_when_installed_and_named_when_not(tmp_path: Path) -> None:
-    config = {"monitor": {"log_interval": 1, "tensorboard": str(tmp_path / "tb")}}
-    try:
-        import tensorboard  # noqa: F401
-    except ImportError:
-        with pytest.raises(Unavailable, match="tensorboard is not installed"):
-            _scalar(**config)
-        return
-    model, mo = _scalar(**config)
-    mo.step(model.weight.sum())
-    assert list((tmp_path / "tb").iterdir())
 
 
 def test_a_layer_that_joins_gets_a_column_of_its_own(tmp_path: Path) -> None:

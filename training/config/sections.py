@@ -78,7 +78,30 @@ class _Switched(Section):
         return self
 
 
-class GroupRule(Section):
+class _RuleFields(Section):
+    """What an update rule may read, of the whole model or of some parameters."""
+
+    weight_decay: NonNegative | None = None
+    betas: Betas | None = None
+    eps: PositiveFloat | None = None
+    momentum: Beta | None = None  # sgd, rmsprop and muon
+    nesterov: bool | None = None  # sgd and muon
+    alpha: Beta | None = None  # rmsprop: smoothing of the squared gradient
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The fields of the update rule that are set."""
+        names = [name for name in RULE_FIELDS if getattr(self, name, None) is not None]
+        return {name: getattr(self, name) for name in names}
+
+    @model_validator(mode="after")
+    def _has_momentum(self) -> _RuleFields:
+        if self.nesterov and not self.momentum and getattr(self, "name", "") == "sgd":
+            raise ValueError("nesterov needs momentum above 0")
+        return self
+
+
+class GroupRule(_RuleFields):
     """Update rule, rate and weight decay of the parameters whose names match a pattern."""
 
     match: str  # A glob pattern over parameter names: `head.*`, `*.bias`
@@ -86,23 +109,11 @@ class GroupRule(Section):
     name: OptimizerName | None = None
     lr: PositiveFloat | None = None  # their base rate; it follows the same schedule
     lr_scale: NonNegative | None = None  # or a multiple of `optimizer.lr`; 0 leaves them as they are
-    weight_decay: NonNegative | None = None
-    betas: Betas | None = None  # this field and the following ones are for `name`, as under `optimizer`
-    eps: PositiveFloat | None = None
-    momentum: Beta | None = None
-    nesterov: bool | None = None
-    alpha: Beta | None = None
 
     @field_validator("name", mode="before")
     @classmethod
     def _any_case(cls, value: Any) -> Any:
         return value.lower() if isinstance(value, str) else value
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The fields of its update rule that are set."""
-        names = [name for name in RULE_FIELDS if getattr(self, name, None) is not None]
-        return {name: getattr(self, name) for name in names}
 
     @model_validator(mode="after")
     def _says_something_once(self) -> GroupRule:
@@ -115,22 +126,14 @@ class GroupRule(Section):
         for field in self.arguments:
             if field not in _TAKEN.get(self.name or "", ()):
                 raise ValueError(f"{field} is not for {self.name}" if self.name else f"{field} needs name")
-        if self.name == "sgd" and self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs momentum above 0")
         return self
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(_RuleFields):
     """Which update rule. A field left out takes the rule's own default (`mo.plan()` prints it)."""
 
     name: OptimizerName = "adamw"
     lr: PositiveFloat = 1e-3
-    betas: Betas | None = None
-    eps: PositiveFloat | None = None
-    weight_decay: NonNegative | None = None
-    momentum: Beta | None = None  # sgd, rmsprop and muon
-    nesterov: bool | None = None  # sgd and muon
-    alpha: Beta | None = None  # rmsprop: smoothing of the squared gradient
     rho: PositiveFloat | None = None  # sophia: the size at which one coordinate's update is clipped
     update_interval: PositiveInt | None = None  # sophia: steps between two estimates of the curvature
     # Besides biases, norms and 1-D parameters: "embeddings", or glob patterns over parameter names.
@@ -150,8 +153,6 @@ class OptimizerConfig(Section):
             raise ValueError("lr_scaling needs batch_size: samples per optimizer step, over all ranks")
         if self.lr_range is not None and self.lr_range[0] > self.lr_range[1]:
             raise ValueError("lr_range is (lowest, highest)")
-        if self.nesterov and not self.momentum and self.name == "sgd":
-            raise ValueError("nesterov needs momentum above 0")
         if self.name == "sophia" and len(self.rules) > 1:
             raise ValueError("sophia steps the whole model: leave out the names in groups")
         return self
@@ -165,7 +166,7 @@ class OptimizerConfig(Section):
     def ignored(self) -> str:
         """The first field given that this rule does not read; empty where it reads all of them."""
         taken = _TAKEN.get(self.name, RULE_FIELDS)
-        return next((n for n in RULE_FIELDS if getattr(self, n) is not None and n not in taken), "")
+        return next((name for name in self.arguments if name not in taken), "")
 
     @property
     def takes(self) -> str:
@@ -326,7 +327,6 @@ class MonitorConfig(Section):
     print: bool = False  # print a line each `log_interval` steps
     update_ratio: bool = True  # measure the relative change of the weights in the step that is logged
     per_layer: bool = False  # also the gradient norm of every parameter, as columns `grad_norm/<name>`
-    tensorboard: str | None = None  # folder for TensorBoard, which must be installed
 
 
 class NonFiniteConfig(Section):

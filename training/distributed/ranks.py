@@ -24,7 +24,7 @@ _MEETINGS = itertools.count()
 # One per process group, however many optimizers there are.
 _JOINED: dict[Any, Ranks] = {}
 # Folders of a rank's own files may differ.
-_OWN = {"save_dir", "tensorboard"}
+_OWN = {"save_dir"}
 # Greatest message in which tensors are sent outside of a backward pass.
 _MESSAGE_BYTES = 1 << 26
 Line = tuple[str, str]

@@ -93,24 +93,23 @@ def channels(model: nn.Module, sparsity: float, *, skip: Sequence[str] = (), nor
     return masks
 
 
-def cubic(step: int, *, begin: int, end: int, final: float, initial: float = 0.0) -> float:
-    """Sparsity at a step: s_f + (s_i - s_f) (1 - (t - t_0) / (t_1 - t_0))³ (Zhu & Gupta 2017, equation 1). Fast at
-    first, while there is much to spare, slow at the end; 0.4375 half-way to 0.5 from 0."""
+def cubic(step: int, *, begin: int, end: int, final: float) -> float:
+    """Sparsity at a step: s_f (1 - (1 - (t - t_0) / (t_1 - t_0))³) (Zhu & Gupta 2017, equation 1). Fast at first, while
+    there is much to spare, slow at the end; 0.4375 half-way to 0.5."""
     if step >= end:
         return final
     left = 1.0 - max(step - begin, 0) / (end - begin)
-    return final + (initial - final) * left**3
+    return final - final * left**3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradual:
-    """Masks that grow from `initial` to `final` sparsity between two steps, chosen anew every `every` steps."""
+    """Masks that grow to `final` sparsity between two steps, chosen anew every `every` steps."""
 
     final: float
     begin: int
     end: int
     every: int = 100
-    initial: float = 0.0
     # magnitude in each "layer" or over all ("global"), whole "channels", or "2:4", chosen once
     method: Method = "layer"
     skip: tuple[str, ...] = ()  # glob patterns of parameter names that stay whole
@@ -121,9 +120,8 @@ class Gradual:
         if not 0 <= self.begin < self.end or self.every < 1:
             what = f"begins at {self.begin}, ends at {self.end}, every {self.every}"
             raise ConfigError(what, where="masks", hint="0 <= begin < end, every >= 1")
-        if not 0 <= self.initial <= self.final < 1:
-            hint = "0 <= initial <= final < 1"
-            raise ConfigError(f"grows from {self.initial} to {self.final}", where="masks", hint=hint)
+        if not 0 <= self.final < 1:
+            raise ConfigError(f"grows to {self.final}", where="masks", hint="0 <= final < 1")
 
     def latest(self, step: int) -> int | None:
         """The last step up to accepted step number `step` at which masks are chosen; None before the first."""
@@ -133,7 +131,7 @@ class Gradual:
 
     def choose(self, model: nn.Module, step: int) -> dict[str, Tensor]:
         """The masks of that step."""
-        share = cubic(step, begin=self.begin, end=self.end, final=self.final, initial=self.initial)
+        share = cubic(step, begin=self.begin, end=self.end, final=self.final)
         if self.method == "2:4":
             return two_of_four(model, skip=self.skip)
         if self.method == "channels":

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerline.pipeline.errors import Unavailable, machine_lacks
+from layerline.pipeline.errors import machine_lacks
 from layerline.training.config.sections import MonitorConfig
 from layerline.training.model.split_tensors import device_of, local
 
@@ -95,14 +95,6 @@ class Monitor:
         self._peak, self._peak_read = 0.0, -math.inf
         self.write: Callable[[str], object] | None = partial(print, flush=True) if config.print else None
         self.trackers: list[Callable[[dict[str, float]], object]] = []
-        if config.tensorboard:
-            writer = summary_writer()(config.tensorboard)
-
-            def draw(row: Mapping[str, float]) -> None:
-                for name in row.keys() - {"step"}:
-                    writer.add_scalar(name, row[name], int(row["step"]))
-
-            self.trackers.append(draw)
 
     def _totals(self) -> _Totals:
         return _Totals(self._steps, self._clipped, self._scale_drops, self._weight, self.waited, time.perf_counter())
@@ -232,7 +224,7 @@ class Monitor:
             self.trackers.append(call)
 
     def _publish(self, values: Mapping[str, float]) -> None:
-        """Hands a row to TensorBoard and the user's trackers, and prints it."""
+        """Hands a row to the user's trackers, and prints it."""
         if self.write is None and not self.trackers:
             return
         measured = {name: float(value) for name, value in values.items() if not math.isnan(value)}
@@ -343,13 +335,3 @@ def _within(params: Sequence[Tensor], budget: int) -> list[Tensor]:
         if dense and (part.dtype, part.device) == (parts[0].dtype, parts[0].device):
             kept.append(part.as_strided((min(part.numel(), share),), (1,)))
     return kept
-
-
-def summary_writer() -> Any:
-    """TensorBoard's class; making one writes a file."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        hint = "pip install tensorboard, or leave the field out"
-        raise Unavailable("tensorboard is not installed", where="monitor.tensorboard", hint=hint) from error
-    return SummaryWriter

@@ -17,23 +17,28 @@ Params = Iterable[dict[str, Any]]
 
 
 class _Foreach(Optimizer):
-    """One call of `_update` per group, with the group's parameters, gradients and states as lists."""
+    """One call of `_update` for the parameters of a group that have taken the same number of steps, as lists."""
 
     states: tuple[str, ...] = ()
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # these rules evaluate no loss
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            group["step"] = group.get("step", 0) + 1
-            for p in params:
-                if not self.state[p]:
-                    self.state[p] = {name: torch.zeros_like(p) for name in self.states}
-            grads = [p.grad for p in params if p.grad is not None]
-            states = [[self.state[p][name] for p in params] for name in self.states]
-            self._update(group, params, grads, *states)
+            # Parameters that joined later, or had no gradient at times, have taken fewer steps.
+            by_step: dict[int, list[Tensor]] = {}
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = 0
+                    state |= {name: torch.zeros_like(p) for name in self.states}
+                state["step"] += 1
+                by_step.setdefault(state["step"], []).append(p)
+            for step, params in by_step.items():
+                grads = [p.grad for p in params if p.grad is not None]
+                states = [[self.state[p][name] for p in params] for name in self.states]
+                self._update({**group, "step": step}, params, grads, *states)
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> None:
         raise NotImplementedError
@@ -105,7 +110,7 @@ class Sophia(_Foreach):
 
     def wants_curvature(self) -> bool:
         """Whether the coming step updates the estimate."""
-        return int(self.param_groups[0].get("step", 0)) % self.update_interval == 0
+        return max((state["step"] for state in self.state.values()), default=0) % self.update_interval == 0
 
     def backward(self, loss: Tensor, params: Sequence[Tensor]) -> None:
         """A backward pass that also estimates the curvature. Gradients and estimates are summed until the next step."""

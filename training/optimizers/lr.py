@@ -93,19 +93,9 @@ class Rate(Policy):
 
     def adopt(self, group: dict[str, Any]) -> None:
         """Takes in a new group of the optimizer that has its full rate, and applies the schedule to it."""
-        self._bases.insert(self._place(group), float(group["lr"]))
+        place = next(index for index, candidate in enumerate(self._groups) if candidate is group)
+        self._bases.insert(place, float(group["lr"]))
         group["lr"] *= self._multiplier
-
-    def part(self, group: dict[str, Any], new: dict[str, Any]) -> None:
-        """Takes in a new group that was split from `group`."""
-        base = self._bases[self._place(group)]
-        self._bases.insert(self._place(new), base)
-
-    def _place(self, group: dict[str, Any]) -> int:
-        for index, candidate in enumerate(self._groups):
-            if candidate is group:
-                return index
-        raise ValueError("not a group of this optimizer")
 
     def at(self, step: int) -> float:
         """The rate after `step` accepted steps, with the present plateau factor."""

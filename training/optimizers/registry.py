@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from layerline.pipeline.errors import ConfigError
-from layerline.training.config.sections import RULE_FIELDS, OptimizerConfig
+from layerline.training.config.sections import OptimizerConfig
 from layerline.training.optimizers import param_groups
 from layerline.training.optimizers.foreach import Lamb, Lion, Sophia
 from layerline.training.optimizers.param_groups import Member
@@ -107,8 +107,7 @@ def _build_rule(
                               hint="name: adamw, with groups: [{match: '*', name: muon}] for the matrices")  # fmt: skip
     arguments: dict[str, Any] = {"lr": config.scaled_lr}
     if name == config.name:
-        fields = [field for field in RULE_FIELDS if getattr(config, field) is not None]
-        arguments |= {field: getattr(config, field) for field in fields}
+        arguments |= config.arguments
     groups = param_groups.grouped(config, members, stepped)
     # torch's fused SGD fails where a parameter's momentum begins later than that of others in its group.
     momentum = arguments.get("momentum") or any(group.get("momentum") for group in groups)

@@ -18,7 +18,6 @@ from layerline.training.data import batches as data
 from layerline.training.data import golden_outputs
 from layerline.training.data.batches import Batches, each_tensor, size, to_device
 from layerline.training.data.distillation import Taught
-from layerline.training.loop.monitors import summary_writer
 from layerline.training.model.canonical_names import named
 from layerline.training.randomness import rng_state
 from layerline.training.run import shipping
@@ -62,9 +61,7 @@ def try_training_hooks(
             look.warn("model()", text, "see docs/training.md")
         if config.scheduler.total_steps is None:
             config = config.replace(scheduler={"total_steps": total})
-        if config.monitor.tensorboard:
-            summary_writer()  # is it installed? The trial itself writes nothing
-        mo = ModelOptimizer(model, config.replace(monitor={"save_interval": 0, "tensorboard": None}))
+        mo = ModelOptimizer(model, config.replace(monitor={"save_interval": 0}))
         with look.item("teacher()"):
             loss = loss_of(look.task, model, config, where)
             look.shared["loss"] = loss

@@ -30,7 +30,7 @@ from layerline.training.randomness.rng_state import Draws
 from layerline.training.state import lane_checkpoint, optimizer_state, safetensors_io
 from layerline.training.state.lane_checkpoint import prefix_of
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".safetensors"
 # Suffixes of other tools' files: a path with one of them is a mistake, not the name of a folder.
 _OTHERS = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle", ".tar", ".zip", ".npz", ".h5", ".hdf5", ".model", ".onnx")

@@ -28,13 +28,8 @@ def state(lane: Lane) -> dict[str, Any]:
             return {"name": name, "custom": None}
         return {"name": name, "custom": lane.optimizer.state_dict()}
     name_of = {id(p): n for n, p in zip(lane.names, lane.stepped, strict=True)}
-    # Parameters that joined later have taken fewer steps, whatever group a new optimizer puts them in.
-    steps: dict[str, int] = {}
-    for group in lane.optimizer.param_groups:
-        if "step" in group:
-            steps |= {name_of[id(p)]: group["step"] for p in group["params"]}
-    by_name = {name_of[id(p)]: dict(s) for p, s in lane.optimizer.state.items()}
-    saved = {"name": name, "state": by_name, "group_steps": steps}
+    saved: dict[str, Any] = {"name": name}
+    saved["state"] = {name_of[id(p)]: dict(state) for p, state in lane.optimizer.state.items()}
     rules = _other_rules(lane)
     if rules:
         saved["rules"] = rules
@@ -92,11 +87,7 @@ def check(lane: Lane, saved: Mapping[str, Any], expected: Mapping[str, tuple[int
 def restore(lane: Lane, saved: Mapping[str, Any]) -> None:
     """Restores the state of a built-in optimizer."""
     by_name = dict(zip(lane.names, lane.stepped, strict=True))
-    # One without state was never stepped: it may be frozen now.
-    steps = {id(by_name[n]): step for n, step in saved["group_steps"].items() if n in by_name}
     for part in inner(lane.optimizer):
-        for group in list(part.param_groups):
-            _split_by_steps(lane, part, group, steps)
         current = part.state_dict()
         # torch numbers parameters in the order of the groups.
         numbers: dict[int, int] = {}
@@ -130,23 +121,3 @@ def _check_custom(lane: Lane, state: Any) -> None:
     if saved_sizes != sizes:
         what = f"the optimizer's groups have {saved_sizes} parameters in the checkpoint, here {sizes}"
         raise StageError(what, where="optimizer", hint="create the optimizer over the same parameters")
-
-
-def _split_by_steps(
-    lane: Lane, optimizer: torch.optim.Optimizer, group: dict[str, Any], steps: Mapping[int, int]
-) -> None:
-    """Splits a group whose parameters have taken different numbers of steps: our own rules count steps by group."""
-    params = group["params"]
-    counts = sorted({steps.get(id(p)) for p in params}, key=lambda count: -(count or 0))
-    for index, count in enumerate(counts):
-        target = group
-        its_params = [p for p in params if steps.get(id(p)) == count]
-        if index == 0:
-            group["params"] = its_params
-        else:
-            optimizer.add_param_group({**group, "params": its_params})
-            target = optimizer.param_groups[-1]
-            lane.rate.part(group, target)
-        target.pop("step", None)
-        if count is not None:
-            target["step"] = count
