@@ -19,12 +19,9 @@ from torch import Tensor
 from layerline.pipeline.errors import ConfigError, PipeError, StageError, memory_errors
 from layerline.pipeline.task import Task
 from layerline.training.config.sections import Config
-from layerline.training.model.split_tensors import whole
 from layerline.training.state import checkpoint, safetensors_io
-from layerline.training.state.lane_checkpoint import prefix_of
 
 if TYPE_CHECKING:
-    from layerline.training.loop.step_engine import Lane
     from layerline.training.setup.model_optimizer import ModelOptimizer
 
 Report = Callable[[Mapping[str, Any]], None]
@@ -66,18 +63,15 @@ def _run(job: Mapping[str, Any], report: Report) -> None:
         steps = int(min(job["steps"], left() / 2))
         if not steps:
             raise StageError("this training takes one step, so there is no middle to resume from", where="steps")
-        optimizers = {prefix_of(name): type(lane.optimizer).__name__ for name, lane in mo.lanes.items()}
-        report({"steps": steps, "first": mo.global_step, "from": start_name, "optimizers": optimizers})
+        report({"steps": steps, "first": mo.global_step, "from": start_name})
         for _ in range(steps):
             step()
             report({})
         mo.save_ckpt(job["middle"])
-    gradients = _watched(mo)
     for _ in range(steps):
         inputs = step()
         state = _digests(mo, inputs if isinstance(inputs, dict) else {})
-        report({"at": mo.global_step, "state": state, "gradients": dict(gradients)})
-        gradients.clear()
+        report({"at": mo.global_step, "state": state})
     checkpoint.save(mo, Path(job["save"]), timings=False)
 
 
@@ -155,24 +149,6 @@ def _digest(tensor: Tensor) -> str:
     sha = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     sha.update(safetensors_io.raw_bytes(tensor))
     return sha.hexdigest()[:12]
-
-
-def _watched(mo: ModelOptimizer) -> dict[str, str]:
-    """Digests of the gradients that each optimizer gets, by name. Each following step fills them in."""
-    digests: dict[str, str] = {}
-
-    def watch(prefix: str, lane: Lane, move: Callable[[], None]) -> Callable[[], None]:
-        def watched() -> None:
-            for name, param in zip(lane.names, lane.stepped, strict=True):
-                if param.grad is not None:
-                    digests[f"{prefix}online/{name}"] = _digest(whole(param.grad))
-            move()
-
-        return watched
-
-    for name, lane in mo.lanes.items():
-        setattr(lane, "_move", watch(prefix_of(name), lane, lane._move))  # noqa: B010  (mypy refuses to assign a method)
-    return digests
 
 
 def _flat(node: Any, path: str) -> Iterator[tuple[str, Any]]:
