@@ -7,29 +7,34 @@ they do, and a signal may cancel where its rounding errors do not. So the layers
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import NodeProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from layerline.backends.base import Feed
 from layerline.compare.compare_models import compare
+from layerline.compare.value_pairs import computed_values
 from layerline.compare.value_types import infer
 from layerline.graph.analysis.proto_queries import first_output, in_order
 from layerline.graph.quantization import qdq
 from layerline.graph.quantization.convert import Converted
 from layerline.pipeline.report import OWN
 
+_FP8 = "float8e4m3fn"
+_ROUNDED = ("int8", "uint8", _FP8)  # what a model brings may be other types
+
 
 def own_errors(converted: Converted, feeds: Sequence[Feed]) -> dict[str, float]:
     """The SQNR in dB of each layer with exact inputs, if it loses what the plan says and nothing else.
 
-    Left out are layers that read activations in other types than 8-bit integers, or weights whose numbers the plan does
-    not determine.
+    Left out are layers that read activations of which the plan has more than one scale, or weights whose numbers it
+    does not determine.
     """
     model, plan = converted.reference, converted.plan
     weights = qdq.stored_weights(model, plan, converted.rounded)
-    activations = qdq.activations(plan)
+    activations = [value for value in plan.values if value.role == "activation" and len(value.scales) == 1]
     types = infer(model, [value.name for value in activations])
     rounded = model.copy()
     steps: list[NodeProto] = []
@@ -42,20 +47,18 @@ def own_errors(converted: Converted, feeds: Sequence[Feed]) -> dict[str, float]:
             continue
         if (value.name, value.dtype) in weights:
             rounded.weights[name] = ir.Tensor(weights[value.name, value.dtype])
-        elif value in activations:
-            limits = np.iinfo(value.dtype)
-            zero_point = np.asarray(value.zero_point).item()
-            numbers = [value.scales[0], limits.min - zero_point, limits.max - zero_point]
-            tensors = np.array(numbers, types[value.name][0])
+        elif value in activations and value.dtype in _ROUNDED and value.name in types:
             constants = [f"{name}/{key}" for key in ("scale", "least", "greatest")]
-            for constant, number in zip(constants, tensors, strict=True):
+            numbers = np.array([value.scales[0], *_limits(value)], types[value.name][0])
+            for constant, number in zip(constants, numbers, strict=True):
                 rounded.model.graph.initializer.append(numpy_helper.from_array(np.asarray(number), constant))
-            steps += _steps(value.name, name, *constants)
+            steps += _steps(value.name, name, constants, value.dtype, numbers.dtype)
         else:
             unknown.update(reader for reader, _ in value.readers)
         replaced.update(dict.fromkeys(value.readers, name))
-    layers = {reader for reader, _ in replaced} - unknown
     graph = rounded.model.graph
+    # Q/DQ that a model brings may be read by another pair, which the float model does not have.
+    layers = {reader for reader, _ in replaced}.intersection(computed_values(graph)) - unknown
     for node in graph.node:
         layer = first_output(node)
         if layer in layers:
@@ -73,11 +76,25 @@ def own_errors(converted: Converted, feeds: Sequence[Feed]) -> dict[str, float]:
     return errors
 
 
-def _steps(value: str, name: str, scale: str, least: str, greatest: str) -> list[NodeProto]:
-    """Nodes that round and clip an activation, without QuantizeLinear."""
-    return [
+def _limits(value: Any) -> tuple[float, float]:
+    """The least and the greatest number of steps from zero."""
+    if value.dtype == _FP8:
+        return -448.0, 448.0
+    limits, zero_point = np.iinfo(value.dtype), np.asarray(value.zero_point).item()
+    return limits.min - zero_point, limits.max - zero_point
+
+
+def _steps(value: str, name: str, constants: list[str], dtype: str, wide: np.dtype[Any]) -> list[NodeProto]:
+    """Nodes that clip and round an activation, without QuantizeLinear."""
+    scale, *limits = constants
+    nodes = [
         helper.make_node("Div", [value, scale], [f"{name}/quotient"]),
-        helper.make_node("Round", [f"{name}/quotient"], [f"{name}/rounded"]),
-        helper.make_node("Clip", [f"{name}/rounded", least, greatest], [f"{name}/steps"]),
-        helper.make_node("Mul", [f"{name}/steps", scale], [name]),
+        helper.make_node("Clip", [f"{name}/quotient", *limits], [f"{name}/clipped"]),
     ]
+    if dtype == _FP8:
+        code = helper.np_dtype_to_tensor_dtype(wide)
+        nodes.append(helper.make_node("Cast", [f"{name}/clipped"], [f"{name}/fp8"], to=TensorProto.FLOAT8E4M3FN))
+        nodes.append(helper.make_node("Cast", [f"{name}/fp8"], [f"{name}/steps"], to=code))
+    else:
+        nodes.append(helper.make_node("Round", [f"{name}/clipped"], [f"{name}/steps"]))
+    return [*nodes, helper.make_node("Mul", [f"{name}/steps", scale], [name])]

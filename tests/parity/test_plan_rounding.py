@@ -5,12 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
+from layerline.backends.light import split
 from layerline.compare.compare_models import compare
-from layerline.graph.quantization import qdq
+from layerline.graph.quantization import convert, qdq
 from layerline.graph.quantization.convert import Converted
+from layerline.graph.quantization.qdq_placement import Rules, place
 from layerline.parity.plan_rounding import own_errors
 from layerline.pipeline.quantize_causes import UNEXPLAINED_DB
 from layerline.pipeline.report import OWN
+from tests.graph.test_qdq import model
 from tests.graph.test_range_choice import setup
 
 RNG = np.random.default_rng(3)
@@ -46,6 +49,15 @@ def test_what_the_quantised_layer_loses_is_explained(call, case):
     assert case != "like channels" or explained - row.extra[OWN] > UNEXPLAINED_DB
 
 
+def test_float8_is_rounded_as_the_model_rounds_it():
+    x = X * np.float32(1e-3)  # some numbers are subnormal in float8
+    text = "g (float[n, 8] x) => (float[n, 6] y) { y = MatMul (x, w) }"
+    light, _, histograms, feed = setup(text, x, w=W)
+    plan = qdq.plan(light, place(light, Rules(format="fp8")), histograms, "minmax")
+    [row] = compare(light, qdq.apply(light, plan), [feed], isolated=True)
+    assert 20 < row.extra[OWN] == pytest.approx(own_errors(converted(light, plan), [feed])["y"], abs=0.01)
+
+
 def test_convolutions_with_zero_points_and_layers_of_other_types():
     body = "a = Conv <pads = [1, 1, 1, 1]> (x, v) r = Relu (a) b = Conv (r, u) y = MatMul (b, b)"
     x, v, u = (RNG.standard_normal(shape).astype(np.float32) for shape in ((2, 3, 5, 5), (4, 3, 3, 3), (4, 4, 1, 1)))
@@ -63,6 +75,20 @@ def test_convolutions_with_zero_points_and_layers_of_other_types():
     values = [dataclasses.replace(item, zero_point=1) if item.name == "v" else item for item in plan.values]
     explained = own_errors(converted(light, dataclasses.replace(plan, values=tuple(values))), [feed])
     assert "a" not in explained and "b" in explained
+
+
+def test_pairs_that_a_model_brings_one_behind_the_other():
+    text = """g (float[n, 4] x) => (float[n, 2] y) {
+        q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z)
+        p = QuantizeLinear (d, t, z) e = DequantizeLinear (p, t, z)
+        v = DequantizeLinear (w, s, z) y = MatMul (e, v)
+    }"""
+    weight = np.int8([[1, 20], [3, -40], [-5, 60], [7, 8]])
+    stored = {"s": np.float32(0.02), "t": np.float32(0.05), "z": np.int8(0), "w": weight}
+    brought = convert.with_own_qdq(split(model(text, **stored)), Rules())
+    feed = {"x": X[:, :4]}
+    [row] = compare(brought.reference, brought.measured, [feed], isolated=True)
+    assert row.extra[OWN] > 20 and own_errors(brought, [feed]).keys() <= {"y"}
 
 
 def converted(light, plan):
