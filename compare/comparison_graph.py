@@ -115,7 +115,8 @@ def effects_graph(
             output = pairs[place].a
             if output not in changed:
                 continue
-            if whole or target.small:
+            # Integers of two types can't be compared in the graph.
+            if whole or target.small or (target.counted and target.dtype_a != target.dtype_b):
                 measures.hand_over(f"{index}/{place}/b", prefix + output, target.dtype_b)
             else:
                 measures.add(f"{index}/{place}", target, prefix + output, whole=False)

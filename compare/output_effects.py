@@ -119,9 +119,10 @@ class _Trial:
         random = drawn(reference.model)
         outputs = {output.name for output in reference.model.graph.output} - random.keys()
         for index, pair in enumerate(comparison.pairs):
-            # numpy has no bfloat16.
-            if pair.a in outputs and pair.dtype_a and pair.dtype_b and pair.dtype_a != onnx.TensorProto.BFLOAT16:
-                counted = pair.pointer is not None or not {pair.dtype_a, pair.dtype_b} <= _FLOATS
+            types = {pair.dtype_a, pair.dtype_b}
+            # Sequences and text have no type here, and numpy has no bfloat16.
+            if pair.a in outputs and types.isdisjoint({0, onnx.TensorProto.BFLOAT16}):
+                counted = pair.pointer is not None or not types <= _FLOATS
                 self.targets[index] = replace(self.pairs[index], a=f"target//{index}", counted=counted)
 
     def shares(
@@ -134,8 +135,9 @@ class _Trial:
             restored: whether the candidate is run with a layer of the reference, and not the other way round.
         """
         base, other, pairs = self.reference, self.candidate, self.pairs
+        targets = {index: replace(target, dtype_b=target.dtype_a) for index, target in self.targets.items()}
         if restored:
-            base, other = other, base
+            base, other, targets = other, base, self.targets
             pairs = [replace(p, a=p.b, b=p.a, dtype_a=p.dtype_b, dtype_b=p.dtype_a) for p in pairs]
         # An output may also be an input or a stored tensor, which no node computes anew.
         computed = {name for node in other.model.graph.node for name in node.output}
@@ -149,19 +151,20 @@ class _Trial:
         feeds = feeds[: max(1, RUNS // len(layers))]
         runtime = OnnxRuntime(few_runs=True)
         session = runtime.open(self.reference)
-        unchanged, size = self._unchanged(session, runtime.open(base), pairs, feeds)
+        converted = runtime.open(base) if restored else None
+        unchanged, size = self._unchanged(session, converted, feeds)
         step = max(1, _NODES // len(base.model.graph.node))
         result: dict[str, float] = {}
         for start in range(0, len(layers), step):
             part = layers[start : start + step]
-            totals = self._totals(session, base, other, pairs, part, feeds, whole=False)
+            totals = self._totals(session, base, other, pairs, part, targets, feeds, whole=False)
             if totals is None or not self._trusted(totals):
                 # numpy tells a change of the size, NaN and masks. Few outputs at a time are in memory.
                 at_once = max(1, HANDED_OVER // max(size, 1))
                 totals = {}
                 for first in range(0, len(part), at_once):
                     few = part[first : first + at_once]
-                    totals |= self._totals(session, base, other, pairs, few, feeds, whole=True) or {}
+                    totals |= self._totals(session, base, other, pairs, few, targets, feeds, whole=True) or {}
             for layer in dict.fromkeys(layer for layer, _ in totals):
                 # Outputs that the layer does not reach stay as they are.
                 reached = {index: _share(totals[layer, index]) for index in self.targets if (layer, index) in totals}
@@ -169,18 +172,23 @@ class _Trial:
         return result, sum(unchanged.values())
 
     def _unchanged(
-        self, reference: OrtSession, base: OrtSession, pairs: Sequence[Pair], feeds: Sequence[Feed]
+        self, reference: OrtSession, converted: OrtSession | None, feeds: Sequence[Feed]
     ) -> tuple[dict[int, float], int]:
-        """The noise power of each output without a change, and how many bytes the outputs of a feed take."""
-        totals: dict[int, Distance] = {}
+        """The noise power of each output without a change, and how many bytes the outputs of a feed take.
+
+        Args:
+            converted: the model that is changed; None for the reference, which has no noise.
+        """
+        totals = dict.fromkeys(self.targets, Distance())
         size = 0
         for feed in feeds:
             expected = self._expected(reference, feed)
-            actual = base.run({name: array for name, array in feed.items() if name in base.inputs})
             size = max(size, sum(array.nbytes for array in expected.values()))
+            if converted is None:
+                continue
+            outputs = converted.run({name: array for name, array in feed.items() if name in converted.inputs})
             for index, target in self.targets.items():
-                total = _distance(target, expected[target.a], actual[pairs[index].a])
-                totals[index] = totals.get(index, Distance()) + total
+                totals[index] += _distance(target, expected[target.a], outputs[self.pairs[index].b])
         return {index: _share(total) for index, total in totals.items()}, size
 
     def _expected(self, reference: OrtSession, feed: Feed) -> dict[str, Array]:
@@ -195,12 +203,13 @@ class _Trial:
         other: Light,
         pairs: Sequence[Pair],
         layers: Sequence[int],
+        targets: Mapping[int, Pair],
         feeds: Sequence[Feed],
         *,
         whole: bool,
     ) -> dict[tuple[int, int], Distance] | None:
         """The distance of each output with each layer changed; None where the graph can't run."""
-        session = OnnxRuntime(few_runs=True).open(effects_graph(base, other, pairs, layers, self.targets, whole=whole))
+        session = OnnxRuntime(few_runs=True).open(effects_graph(base, other, pairs, layers, targets, whole=whole))
         totals: dict[tuple[int, int], Distance] = {}
         for feed in feeds:
             expected = self._expected(reference, feed)

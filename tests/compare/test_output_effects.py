@@ -77,6 +77,20 @@ def test_an_output_of_indices_counts_by_the_share_that_differs(whole, monkeypatc
     assert gains(net, other, [{"x": X}], ["a", "y"]) == {"a": math.inf, "y": pytest.approx(0.0, abs=1e-6)}
 
 
+def test_outputs_of_two_types_are_compared():
+    body = "a = {} (x) h = Cast <to = {}> (a) k = ArgMax <axis = 1, keepdims = 0> (a) c = Cast <to = {}> (k)"
+    half = model("g (float[n, 8] x) => (float16[n, 8] h, int32[n] c) { " + body.format("Relu", 10, 6) + " }")
+    full = model("g (float[n, 8] x) => (float[n, 8] h, int64[n] c) { " + body.format("Abs", 1, 7) + " }")
+    relu, magnitude = np.maximum(X, 0), np.abs(X)
+    labels = (relu.argmax(1) != magnitude.argmax(1)).mean()
+    share = ((relu - magnitude) ** 2).sum() / (relu**2).sum()
+    assert effects(half, full, [{"x": X}], ["a"])["a"] == pytest.approx(labels + share, rel=1e-2)
+    assert gains(half, full, [{"x": X}], ["a"])["a"] > 60  # rounding to half precision is left
+    assert effects(full, half, [{"x": X}], ["a"])["a"] == pytest.approx(
+        labels + ((relu - magnitude) ** 2).sum() / (magnitude**2).sum(), rel=1e-2
+    )
+
+
 def test_outputs_that_numpy_measures_are_handed_over_for_few_layers_at_a_time(monkeypatch):
     net = model(f"g (float[n, 8] x) => (float[n, 8] y) {{ {CHAIN} }}", **W)
     quantized = qdq.apply(net, qdq.plan(net, place(net), ranges(net), "minmax"))
