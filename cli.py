@@ -561,10 +561,10 @@ def why(
         explained = reasons.explain(project, live, run_id)
         trial, shown, failure = None, None, None
         try:
-            if try_it:
-                trial = reasons.attempt(project, explained.causes, live, run_id)
             if repro is not None:
                 shown = reasons.reproduce(project, explained, live, repro)
+            if try_it:
+                trial = reasons.attempt(project, explained.causes, live, run_id)
         except PipeError as error:
             failure = error  # what was measured is printed all the same
     report = explained.report

@@ -90,7 +90,6 @@ def _joined(name: str, total: Array, array: Array) -> Array:
 
 def _rows(record: LayerDiff, axis: int, columns: Mapping[str, Array], greatest_weights: Array | None) -> list[Row]:
     error = float(columns["own"].sum())
-    typical = 0.0 if greatest_weights is None else float(np.median(greatest_weights))
     rows: list[Row] = []
     for channel in range(len(columns["aa"])):
         own, signal = float(columns["own"][channel]), float(columns["aa"][channel])
@@ -98,13 +97,15 @@ def _rows(record: LayerDiff, axis: int, columns: Mapping[str, Array], greatest_w
         row["channels"] = len(columns["aa"])
         row["own_sqnr_db"] = decibels(signal, own)
         row["sqnr_db"] = decibels(signal, float(columns["ee"][channel]))
-        row["share"] = own / error if error > 0 and np.isfinite(error) else None
+        row["share"] = None
+        if error > 0 and np.isfinite(error):
+            row["share"] = own / error
         row["max_abs"] = float(columns["peak"][channel])
         row["least"] = float(columns["least"][channel])
         row["greatest"] = float(columns["greatest"][channel])
         row["weight_ratio"] = None
-        if greatest_weights is not None and typical > 0:
-            row["weight_ratio"] = float(greatest_weights[channel]) / typical
+        if greatest_weights is not None and np.median(greatest_weights) > 0:
+            row["weight_ratio"] = float(greatest_weights[channel] / np.median(greatest_weights))
         rows.append(row)
     return sorted(rows, key=_place)
 
@@ -112,7 +113,9 @@ def _rows(record: LayerDiff, axis: int, columns: Mapping[str, Array], greatest_w
 def _place(row: Row) -> tuple[float, float]:
     """Sorts the channels of a layer by SQNR, NaN before all others, and those without a signal by their error."""
     own = float(row["own_sqnr_db"] or 0.0)
-    return (-np.inf if np.isnan(own) else own), -float(row["max_abs"] or 0.0)
+    if np.isnan(own):
+        own = -np.inf
+    return own, -float(row["max_abs"] or 0.0)
 
 
 def _axis(makers: Mapping[str, onnx.NodeProto], value: str, rank: int) -> int:
@@ -120,9 +123,10 @@ def _axis(makers: Mapping[str, onnx.NodeProto], value: str, rank: int) -> int:
     node = makers.get(value)
     while node is not None and node.op_type in _ELEMENTWISE:
         node = next((makers[name] for name in node.input if name in makers), None)
+    if node is not None and node.op_type in _AXES:
+        return _AXES[node.op_type] % rank
     # Images have their channels second, sequences and tables last.
-    usual = 1 if rank > 3 else -1
-    return _AXES.get("" if node is None else node.op_type, usual) % rank
+    return 1 if rank > 3 else rank - 1
 
 
 def _greatest_weights(model: Light, node: onnx.NodeProto | None, channels: int) -> Array | None:

@@ -23,7 +23,7 @@ from layerline.pipeline.report import EFFECT, GAIN, OWN, Report, decibels
 
 LAYERS = 128
 """So many layers are measured alone at most, those that are named first."""
-RESTORED = 32
+RESTORED = 16
 """So many layers are restored at most, those with the greatest effect: without an effect there is nothing to gain."""
 RUNS = 100
 """Fewer feeds are run where the number of layers times the number of feeds exceeds this: on average, half of the model
@@ -148,7 +148,9 @@ class _Trial:
         layers = [index_of[name] for name in values if name in index_of][:most]
         if not layers or not self.targets or why_two_sessions(base.model, other.model) is not None:
             return {}, 0.0
-        feeds = feeds[: max(1, RUNS // len(layers))]
+        # The converted model has more nodes to run, and this comes on top.
+        runs = RUNS // 2 if restored else RUNS
+        feeds = feeds[: max(1, runs // len(layers))]
         runtime = OnnxRuntime(few_runs=True)
         session = runtime.open(self.reference)
         converted = runtime.open(base) if restored else None

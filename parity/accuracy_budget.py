@@ -30,6 +30,8 @@ from layerline.pipeline.inputs.metric import Metric, accuracy, score, scores
 from layerline.pipeline.report import FLIPPED, GAIN, OWN, Gate, LayerDiff, Order, Scalar
 
 Scores = Mapping[str, float]
+LITTLE = 1.0
+"""Fewer dB than this are not worth a layer in float where accuracy was lost."""
 LARGE = 0.2
 """A budget above this part of the metric is worth a note: it may be meant in per cent."""
 
@@ -291,6 +293,9 @@ def _remedy(records: Sequence[LayerDiff]) -> str:
     if not worst:
         return "try another calibrator or more samples"
     names = json.dumps([record.name for record in worst], ensure_ascii=False)
+    greatest = worst[0].extra[column]
+    if order == "gain" and isinstance(greatest, int | float) and greatest < LITTLE:
+        return f"the outputs gain at most {greatest:.1f} dB by one layer in float: pipe why looks for another cause"
     listed = ", ".join(f"{record.name} in {record.where} ({record.extra[column]:.1f} dB)" for record in worst)
     return (
         f"{what}: {listed}; keep them float with `skip: {names}` under quantize, or see all: "

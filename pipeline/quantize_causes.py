@@ -22,6 +22,8 @@ RANGE_USED = 0.125
 UNEXPLAINED_DB = 6.0
 """By so much a layer's own SQNR is lower than rounding explains: its error is twice as large. In sound models the two
 differ by what the rounding of biases and of a half type for the rest adds, a tenth of a dB where int8 loses much."""
+LEAST_GAIN = 0.5
+"""By fewer dB the outputs hardly gain: other layers lose as much."""
 SLICE_LOSS = 0.02
 """Least loss of a slice that counts, for metrics between 0 and 1: two points. A slice has few samples, and one of 50 is
 as much."""
@@ -45,16 +47,20 @@ def clipped_range(evidence: Evidence, report: Report) -> Iterator[Cause]:
     if not clipped:
         return
     share, worst = max(harmful or clipped, key=lambda pair: pair[0])
-    others = f", and more than {100 * CLIPPED:g} % of {len(clipped) - 1} other values" if len(clipped) > 1 else ""
+    others = ""
+    if len(clipped) > 1:
+        others = f", and more than {100 * CLIPPED:g} % of {len(clipped) - 1} other values"
+    advice, setting = "use a calibrator that keeps all values", "quantize.calibrator=minmax"
     # Nothing clips less than minmax: what it cuts off lies beyond all calibration samples.
-    widest = evidence.setting("quantize", "calibrator") == "minmax"
+    if evidence.setting("quantize", "calibrator") == "minmax":
+        advice, setting = "calibrate on samples like those of eval_data()", ""
     yield Cause(
         name="clipped range",
         layer=worst.where,
         value=worst.name,
         evidence=f"{100 * share:.2g} % of {worst.where} lies beyond its range{others}{_own_text(worst)}",
-        advice="calibrate on samples like those of eval_data()" if widest else "use a calibrator that keeps all values",
-        setting="" if widest else "quantize.calibrator=minmax",
+        advice=advice,
+        setting=setting,
         confidence=min(0.9, 0.5 + 5 * share) if harmful else 0.35,
     )
 
@@ -178,16 +184,20 @@ def uneven_channels(evidence: Evidence, report: Report) -> Iterator[Cause]:
             continue
         name = str(row["value"])
         layer = str(row.get("module") or name)
-        scale = "one scale for all channels" if per_tensor else "a scale for each channel"
-        turn_on = per_tensor and evidence.setting("quantize", "per_channel") is False
+        scale, confidence = "a scale for each channel", 0.6
+        if per_tensor:
+            scale, confidence = "one scale for all channels", 0.85
+        advice, setting = "keep the layer in half precision", format_setting(evidence, layer)
+        if per_tensor and evidence.setting("quantize", "per_channel") is False:
+            advice, setting = "give each channel a scale", "quantize.per_channel=true"
         yield Cause(
             name="uneven weight channels",
             layer=layer,
             value=name,
             evidence=f"{name} has {worst:.1f} dB in its worst channel and {whole:.1f} dB as a whole, with {scale}",
-            advice="give each channel a scale" if turn_on else "keep the layer in half precision",
-            setting="quantize.per_channel=true" if turn_on else format_setting(evidence, layer),
-            confidence=0.85 if per_tensor else 0.6,
+            advice=advice,
+            setting=setting,
+            confidence=confidence,
         )
 
 
@@ -199,7 +209,14 @@ def sensitive_layers(evidence: Evidence, report: Report) -> Iterator[Cause]:
     # What a layer loses by itself may be lost on the outputs: those first by which they gain.
     for record in sorted(low, key=lambda record: -_gain(record))[:3]:
         own = record.own_db or 0.0
-        gain = f"; the outputs gain {_gain(record):.1f} dB by it alone in float" if GAIN in record.extra else ""
+        # Without its signal a layer is a better reason than a class that lost more than others.
+        confidence = 0.65 if own < UNFIT_DB else 0.55
+        gain = ""
+        if GAIN in record.extra:
+            gain = f"; the outputs gain {_gain(record):.1f} dB by it alone in float"
+            # By itself it is not the reason.
+            if _gain(record) < LEAST_GAIN:
+                confidence = 0.45
         yield Cause(
             name="a layer that int8 does not suit",
             layer=record.where,
@@ -207,8 +224,7 @@ def sensitive_layers(evidence: Evidence, report: Report) -> Iterator[Cause]:
             evidence=f"{record.op} {record.where} has {own:.1f} dB with exact inputs{gain}",
             advice="keep it in half precision; `pipe tune` finds all that need it",
             setting=format_setting(evidence, record.name),
-            # Without its signal a layer is a better reason than a class that lost more than others.
-            confidence=0.65 if own < UNFIT_DB else 0.55,
+            confidence=confidence,
         )
     if rows and not low:
         record = rows[0]
@@ -227,7 +243,9 @@ def sensitive_layers(evidence: Evidence, report: Report) -> Iterator[Cause]:
 def _gain(record: LayerDiff) -> float:
     """By how many dB the outputs gain without the layer's conversion; -inf where that was not measured."""
     gain = record.extra.get(GAIN)
-    return float(gain) if isinstance(gain, int | float) else -math.inf
+    if isinstance(gain, int | float):
+        return float(gain)
+    return -math.inf
 
 
 @of_lost("quantize")

@@ -14,9 +14,10 @@ from layerline.calib.plan import QuantPlan
 from layerline.export import probe_files
 from layerline.export.signature import Dim, Signature, Value
 from layerline.graph.io import onnx_files
+from layerline.parity import accuracy_budget
 from layerline.pipeline.errors import ConfigError, StageError, TaskError
 from layerline.pipeline.inspection import Inspection
-from layerline.pipeline.report import CONVERGENCE, HISTOGRAMS
+from layerline.pipeline.report import CONVERGENCE, HISTOGRAMS, LayerDiff
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from layerline.stages.quantize import Quantize
@@ -206,6 +207,14 @@ def test_the_accuracy_budget_is_a_gate_in_the_metrics_own_units(work):
     assert not report.passed and gate.seen == "1 -> 0.5"
     assert f"keep them float with `skip: {json.dumps(worst)}` under quantize" in gate.hint
     assert gate.hint.endswith("pipe diff quantize --sort gain")
+
+
+def test_a_failed_budget_names_no_layer_where_none_is_worth_it():
+    extras = ({"isolated_sqnr_db": 5.0, "gain_db": 0.3}, {"isolated_sqnr_db": 5.0, "gain_db": -1.0})
+    rows = [LayerDiff(name=name, op="Conv", extra=extra) for name, extra in zip("ab", extras, strict=True)]
+    assert accuracy_budget._remedy(rows).startswith("the outputs gain at most 0.3 dB by one layer in float: pipe why")
+    rows[0] = dataclasses.replace(rows[0], extra={"isolated_sqnr_db": 5.0, "gain_db": 3.1})
+    assert 'a in a (3.1 dB); keep them float with `skip: ["a"]`' in accuracy_budget._remedy(rows)
 
 
 def test_a_metric_that_is_nan_for_the_float_model_blames_no_layer(work):
