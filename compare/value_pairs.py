@@ -33,13 +33,17 @@ def pair_values(
         _check_names("reference", pairs.keys(), values_a)
         _check_names("candidate", pairs.values(), values_b)
     in_candidate = set(values_b)
-    matched = {a: pairs[a] for a in values_a if a in pairs and pairs[a] in in_candidate}
     by_position = dict(zip(outputs_a, outputs_b, strict=True))
-    ordered = [a for a in values_a if a in matched or a in by_position]
+    matched: dict[str, str] = {}
+    for name in values_a:
+        if name in by_position:
+            matched[name] = by_position[name]
+        elif pairs.get(name) in in_candidate:
+            matched[name] = pairs[name]
     # Outputs that no node computes (an input or a constant that is passed on) come last.
-    computed = set(ordered)
-    ordered += [a for a in by_position if a not in computed]
-    return {a: by_position.get(a) or matched[a] for a in ordered}
+    for name, other in by_position.items():
+        matched.setdefault(name, other)
+    return matched
 
 
 def sides_of_qdq(graph: onnx.GraphProto, covered: Collection[str]) -> set[str]:
@@ -48,19 +52,24 @@ def sides_of_qdq(graph: onnx.GraphProto, covered: Collection[str]) -> set[str]:
     Args:
         covered: values that have a row, and weights that the model stores.
     """
-    outputs = {output.name for output in graph.output}
-    sources = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
-    sides = set(sources)
+    sources: dict[str, str] = {}
+    sides = set[str]()
     for node in graph.node:
-        if node.op_type == "DequantizeLinear" and sources.get(node.input[0], node.input[0]) in covered:
+        if node.op_type == "QuantizeLinear":
+            sources[node.output[0]] = node.input[0]
             sides.add(node.output[0])
-    return sides - outputs
+        elif node.op_type == "DequantizeLinear" and sources.get(node.input[0], node.input[0]) in covered:
+            sides.add(node.output[0])
+    return sides.difference(output.name for output in graph.output)
 
 
 def computed_values(graph: onnx.GraphProto) -> list[str]:
     """Names of the values that the nodes of a graph compute, constants left out."""
-    nodes = [node for node in graph.node if node.op_type != "Constant"]
-    return [output for node in nodes for output in node.output if output]
+    names: list[str] = []
+    for node in graph.node:
+        if node.op_type != "Constant":
+            names += filter(None, node.output)
+    return names
 
 
 def _check_names(side: str, names: Iterable[str], values: Iterable[str]) -> None:
