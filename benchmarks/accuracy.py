@@ -342,7 +342,7 @@ def ours(folder: Path, source: Path, outputs: Outputs, variant: str, fields: dic
             result[key] = report.metrics[key]
     rows = report.tables.get("repairs", [])
     if rows:
-        result["repairs"] = {row["repair"]: [row["outcome"], row.get("before_db"), row.get("after_db")] for row in rows}
+        result["repairs"] = {row["repair"]: [row["outcome"], row.get("without_db"), row.get("with_db")] for row in rows}
     return result
 
 

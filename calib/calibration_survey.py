@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from layerline.calib.samples import Batch, Input
 
@@ -44,7 +45,7 @@ class Survey:
         """Passes the batches on and keeps some of them."""
         for batch in batches:
             step = batch.rows
-            if self._can_cut(batch):
+            if batch.rows > ROWS and self.can_cut(batch):
                 step = ROWS
             for start in range(0, batch.rows, step):
                 if self._count % self._stride == 0:
@@ -75,16 +76,20 @@ class Survey:
                 peak = max(-float(finite.min(initial=0.0)), float(finite.max(initial=0.0)))
                 self.peaks[name] = max(self.peaks.get(name, 0.0), peak)
 
-    def _can_cut(self, batch: Batch) -> bool:
-        if not self._open or batch.filler or batch.rows <= ROWS:
+    def can_cut(self, batch: Batch) -> bool:
+        """Whether the model takes any number of the batch's rows."""
+        if not self._open or batch.filler:
             return False
         return all(batch.feed[name].shape[0] == batch.rows for name in self._inputs)
 
-    def _part(self, batch: Batch, start: int) -> Batch:
-        if not self._can_cut(batch):
-            return batch
+    def select(self, batch: Batch, rows: npt.NDArray[np.int64]) -> Batch:
+        """Some rows of a batch that can be cut, without targets. Copies: a view would keep the whole in memory."""
         feed = dict(batch.feed)
         for name in self._inputs:
-            # A view would keep the whole batch in memory.
-            feed[name] = batch.feed[name][start : start + ROWS].copy()
-        return Batch(feed, None, min(ROWS, batch.rows - start))
+            feed[name] = batch.feed[name][rows]
+        return Batch(feed, None, len(rows))
+
+    def _part(self, batch: Batch, start: int) -> Batch:
+        if batch.rows <= ROWS or not self.can_cut(batch):
+            return batch
+        return self.select(batch, np.arange(start, min(start + ROWS, batch.rows)))

@@ -49,9 +49,7 @@ class Outcome:
         rows: the table: one row a layer.
         evaluations: how many assignments were evaluated on the budget.
         saved: part of the float model's bytes that the assignment saves, from 0 to 1.
-        bias_correction: whether the biases of the model are corrected.
-        repairs: those that the model has.
-        repair_rows: the table of all that were tried.
+        repaired: the model that the search began with.
         gates: a failed one where the budget holds with no assignment.
     """
 
@@ -60,9 +58,7 @@ class Outcome:
     rows: Sequence[Mapping[str, Scalar]]
     evaluations: int
     saved: float
-    bias_correction: bool
-    repairs: Sequence[str]
-    repair_rows: Sequence[Mapping[str, Scalar]]
+    repaired: Repaired
     gates: tuple[Gate, ...] = ()
 
     def added_to(self, report: Report, model: Light, layers: Mapping[str, str]) -> Report:
@@ -74,10 +70,11 @@ class Outcome:
         """
         note = f"full evaluations of the budget: {self.evaluations}"
         fields: dict[str, str] = {}
-        if self.bias_correction:
+        start = self.repaired.calibrated
+        if start.shifts:
             fields["bias_correction"] = "true"
-        if self.repairs:
-            fields["repairs"] = f"[{', '.join(self.repairs)}]"
+        if start.repairs:
+            fields["repairs"] = f"[{', '.join(start.repairs)}]"
         patterns = fragment(model, layers, self.formats)
         if patterns:
             fields["layers"] = json.dumps(patterns, ensure_ascii=False)
@@ -90,13 +87,14 @@ class Outcome:
             "formats": ", ".join(f"{count} {name}" for name, count in counts.items()),
             "cost_saved_percent": 100 * self.saved,
         }
-        return dataclasses.replace(
+        report = dataclasses.replace(
             report,
             metrics={**report.metrics, **metrics},
             gates=(*self.gates, *report.gates),
             notes=(note, *report.notes),
-            tables={"repairs": self.repair_rows, "search": self.rows, **report.tables},
+            tables={"search": self.rows, **report.tables},
         )
+        return self.repaired.added_to(report)
 
 
 Make = Callable[[Collection[str], Collection[str]], Converted]
@@ -306,9 +304,7 @@ class Search:
             rows=rows,
             evaluations=self._evaluations,
             saved=1 - self._costs.cost(formats, self.float_format) / in_float,
-            bias_correction=bool(self.calibrated.shifts),
-            repairs=self.calibrated.repairs,
-            repair_rows=self.start.rows,
+            repaired=self.start,
             gates=gates,
         )
 

@@ -41,9 +41,16 @@ class Bounds:
 
 
 def samples(data: CalibrationData, probes: Sequence[Feed]) -> Sequence[Feed]:
-    """What outputs are compared on: samples of eval_data() where it was read, else of calibration, else the probes."""
-    batches = data.evaluated.batches() or data.survey.batches()
-    return [batch.feed for batch in batches] or probes
+    """What outputs are compared on: samples that nothing was fitted on, as far as there are any.
+
+    Samples of eval_data() where it was read and is not what was calibrated on, else of calibration, those held out
+    first, else the probes.
+    """
+    fitting, held_out = data.parts()
+    evaluated = [batch.feed for batch in data.evaluated.batches()]
+    if data.hook() == "eval_data":
+        return held_out or evaluated or fitting or probes
+    return evaluated or held_out or fitting or probes
 
 
 def outputs(reference: Light, measured: Light, feeds: Sequence[Feed]) -> dict[str, Output]:

@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from layerline.graph.quantization import measured_plan
+from layerline.graph.quantization.calibration_data import TOO_FEW
 from layerline.graph.quantization.convert import Calibrated, Converted
 from layerline.graph.quantization.repairs import Repair, Repairer
 from layerline.parity.search_judge import Judge, Verdict
 from layerline.pipeline.report import Report, Scalar
 
 LEAST_GAIN_DB = 0.1
-"""Least gain of the worst output on calibration samples for which the judge is asked. A smaller gain is
-not worth a verdict, which evaluates the whole data."""
+"""Least gain of the worst output, on held-out samples and on the others, for which the judge is asked. A smaller gain
+is not worth a verdict, which evaluates the whole data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,10 @@ class Repaired:
     rows: Sequence[Mapping[str, Scalar]]
 
     def added_to(self, report: Report) -> Report:
-        """The report with the table `repairs`."""
-        return dataclasses.replace(report, tables={"repairs": self.rows, **report.tables})
+        """The report with the table `repairs`, and what each did in words."""
+        notes = [f"{row['repair']}: {row['outcome']}; {row['measured']}" for row in self.rows]
+        tables = {"repairs": self.rows, **report.tables}
+        return dataclasses.replace(report, notes=(*notes, *report.notes), tables=tables)
 
 
 def run(
@@ -52,7 +55,7 @@ def run(
     stop: bool,
     log: Callable[[str], None],
 ) -> Repaired:
-    """Keeps a repair if the outputs gain on calibration samples and the judge finds the model no worse.
+    """Keeps a repair if the outputs gain on held-out samples and the judge finds the model no worse.
 
     Args:
         calibrated: without bias correction, which has to follow the last repair.
@@ -63,34 +66,42 @@ def run(
         stop: whether to end as soon as the judge passes a model.
         log: called with one line for each repair.
     """
-    reference = measured_plan.OutputReference(calibrated.model, calibrated.feeds)
     finished, converted = finish(calibrated)
     plain = converted
     verdict = judge(converted)
     log(f"all layers quantised: {verdict.seen}")
-    before = reference.least_db(converted.measured)
     evaluations = 1
     rows: list[Mapping[str, Scalar]] = []
+    if not calibrated.held_out:
+        rows = [{"repair": name, "outcome": "not tried", "measured": TOO_FEW} for name in names]
+        names = ()
+    trials = measured_plan.Trials(calibrated.model, calibrated.feeds, calibrated.held_out)
+    before = trials.decibels(converted.measured)
     for name in names:
         if stop and verdict.passed:
             break
         repaired, changed = repairer.apply(name, calibrated)
-        row: dict[str, Scalar] = {"repair": name, "changed": changed, "outcome": "nothing to change"}
+        row: dict[str, Scalar] = {"repair": name, "outcome": "undone", "measured": "nothing to change"}
         rows.append(row)
         if not changed:
             continue
         new_finished, new_converted = finish(repaired)
-        after = reference.least_db(new_converted.measured)
-        row |= {"before_db": before, "after_db": after, "outcome": "undone: the outputs do not gain"}
-        if before is None or after is None or after >= before + LEAST_GAIN_DB:
+        after = trials.decibels(new_converted.measured)
+        measured = changed
+        gain = measured_plan.least_gain(before, after)
+        if gain is not None:
+            row |= {"without_db": before[-1], "with_db": after[-1]}
+            measured += f"; outputs on held-out samples: {after[-1]:.1f} dB with it, {before[-1]:.1f} dB without"
+        if gain is None or gain >= LEAST_GAIN_DB:
             new_verdict = judge(new_converted)
             evaluations += 1
-            row |= {"judged": f"{verdict.seen}, then {new_verdict.seen}", "outcome": "undone: other samples lose"}
+            measured += f"; judged: {new_verdict.seen} with it, {verdict.seen} without"
             if new_verdict.passed or new_verdict.lack <= verdict.lack:
                 row["outcome"] = "kept"
                 calibrated, finished, converted = repaired, new_finished, new_converted
                 verdict, before = new_verdict, after
-        log(f"{name}: {row['outcome']}; {row.get('judged', '')}".rstrip("; "))
+        row["measured"] = measured
+        log(f"{name}: {row['outcome']}; {measured}")
     return Repaired(
         calibrated=finished, converted=converted, plain=plain, verdict=verdict, evaluations=evaluations, rows=rows
     )

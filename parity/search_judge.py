@@ -65,7 +65,7 @@ def _by_metric(measured: Measured, max_drop: MaxDrop) -> Verdict:
         passed = passed and budget.passes(before, after)
         allowed = budget.allowed(before)
         lacks.append((budget.loss(before, after) - allowed) / (allowed or abs(before) or 1.0))
-        texts.append(f"{name} {before:.6g} -> {after:.6g}")
+        texts.append(f"{name} {after:.6g} (float {before:.6g})")
     return Verdict(passed, max(lacks, default=math.inf), ", ".join(texts))
 
 

@@ -45,7 +45,7 @@ class Quantize(Stage):
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 12
+    version: ClassVar[int] = 13
     takes: ClassVar[Mapping[str, str]] = {"model": "fused"}
     gives: ClassVar[str] = "quantized"
     uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric", "show")
@@ -65,7 +65,8 @@ class Quantize(Stage):
     """How the clipping threshold is chosen. auto tries the four others on a few samples and takes, for each value, the
     one with the smallest error at the layers that read it; a layer that keeps less than 10 dB with each of them stays
     float. Where the outputs keep clearly more with one calibrator for all values, that one is taken. Softmax, Sigmoid
-    and Clip have known bounds and use these. fp8 takes the greatest value, or the percentile where that is set."""
+    and Clip have known bounds and use these. Choices are judged on calibration samples that are held out of the ranges:
+    of eight and more, a quarter. fp8 takes the greatest value, or the percentile where that is set."""
     percentile: float = Field(default=99.99, gt=0, le=100)
     """For calibrator percentile: per cent of the non-zero values that stay inside the range."""
     samples: PositiveInt = 512
@@ -84,15 +85,16 @@ class Quantize(Stage):
     per_channel: bool = True
     """One scale for each output channel of a weight."""
     bias_correction: bool = False
-    """In mode int8 or fp8, take what quantisation adds to a channel on average off the bias of its layer; the report
-    says what the outputs gain."""
+    """In mode int8 or fp8, take what quantisation adds to a channel on average off the bias of its layer, if the
+    outputs gain on held-out samples; the report says how much."""
     repairs: tuple[Literal["equalize", "smooth", "awq", "adaround", "gptq"], ...] = ()
-    """In modes that quantise, what is tried before any training to lose less; each stays where the outputs gain by it.
-    For int8 layers: equalize: channels that share a scale are evened out between layers with at most a Relu in between;
-    in float that changes roundings alone. smooth: the same behind normalisations (SmoothQuant). adaround: ranges of
-    weights, and whether each is rounded up or down, by the error of their layer's output. For int4 and nvfp4 layers:
-    awq: inputs of large magnitude are scaled down, and their weights up, by the error of the layers' outputs. gptq:
-    weights are rounded one input after another, and those that follow make up for the error."""
+    """In modes that quantise, what is tried before any training to lose less; each stays where the outputs gain on
+    samples that it was not fitted on, which takes eight calibration samples at least. For int8 layers: equalize:
+    channels that share a scale are evened out between layers with at most a Relu in between; in float that changes
+    roundings alone. smooth: the same behind normalisations (SmoothQuant). adaround: ranges of weights, and whether each
+    is rounded up or down, by the error of their layer's output. For int4 and nvfp4 layers: awq: inputs of large
+    magnitude are scaled down, and their weights up, by the error of the layers' outputs. gptq: weights are rounded one
+    input after another, and those that follow make up for the error."""
     attention: bool = False
     """Also quantise matrix products of two activations."""
     ops: tuple[str, ...] | None = None
@@ -296,6 +298,7 @@ class Quantize(Stage):
             choice=self.selection,
             stop_early=self.stop_early and self.stop_early / 100,
             percentile=100.0 if self.calibrator == "minmax" else self.percentile,
+            holds_out=self.calibrator == "auto" or self.bias_correction or bool(self.repairs) or self.search,
         )
         evaluation = accuracy_budget.Evaluation(data)
         # Names first: what follows may take minutes.
@@ -373,7 +376,7 @@ class Quantize(Stage):
         repaired = repair_steps.run(
             calibrated,
             repairs.in_order(names),
-            repairer=repairs.Repairer(lambda light: self._calibrated(light, data, formats), data.calibration_feeds),
+            repairer=repairs.Repairer(lambda light: self._calibrated(light, data, formats), data.fitting),
             finish=lambda each: self._finished(each, formats, data, probes),
             judge=judge,
             stop=self.search,
@@ -508,10 +511,13 @@ class Quantize(Stage):
         """How many samples were used, and whether that is fewer than requested."""
         if converted.ranges is None or not converted.ranges.samples:
             return []
+        held_out = data.held_out.rows
         note = f"calibrated on {converted.ranges.samples} samples"
-        fewer = converted.ranges.samples < self.samples and not converted.ranges.stopped
+        if held_out:
+            note += f"; {held_out} more were held out, to judge choices on"
+        fewer = converted.ranges.samples + held_out < self.samples and not converted.ranges.stopped
         if fewer and "samples" in self.model_fields_set:
-            note += f", of {self.samples} asked for: {data.hook()}() has no more"
+            note += f"; {self.samples} were asked for, and {data.hook()}() has no more"
         return [note]
 
 

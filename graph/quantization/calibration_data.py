@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -21,6 +22,10 @@ MOST_FEEDS = 128
 MOST_OPTIMISED = 1 << 28
 """Bytes of weights up to which calibration runs an optimised session, which holds two further copies of them."""
 Selection = Literal["even", "stratified", "coverage"]
+LEAST, DENSE = 8, 64
+"""Of fewer than LEAST samples none is held out. Else every second of the first LEAST is, every fourth of the first
+DENSE, and every 32nd of the others."""
+TOO_FEW = f"fewer than {LEAST} different samples (or batches, where their size is fixed) leave none to judge it on"
 
 
 def session(model: Light, taps: Sequence[str]) -> OrtSession:
@@ -45,9 +50,11 @@ class CalibrationData:
         choice: how they are chosen; `choose` does it.
         stop_early: see `collect`.
         percentile: see `collect`.
+        holds_out: whether some calibration samples are kept from ranges and repairs, for these to be judged on.
 
     Attributes:
         survey: a few of the calibration samples that were read.
+        held_out: the same of those held out.
         evaluated: the same of the evaluation samples.
     """
 
@@ -62,10 +69,12 @@ class CalibrationData:
         choice: Selection = "even",
         stop_early: float | None = None,
         percentile: float = 99.99,
+        holds_out: bool = False,
     ) -> None:
         self.task = work.task
         self.log = work.log
         self.survey = Survey(inputs)
+        self.held_out = Survey(inputs)
         self.evaluated = Survey(inputs)
         self._inputs = inputs
         self._hooks = hooks
@@ -76,6 +85,9 @@ class CalibrationData:
         self._percentile = percentile
         self._numbers: Positions | None = None
         self._choice_note: tuple[str, ...] = ()
+        self._holds_out = holds_out
+        self._held: dict[bytes, bool] = {}
+        self._read = 0
 
     def hook(self) -> str | None:
         """The hook that calibration samples come from; None where the task has none."""
@@ -143,11 +155,67 @@ class CalibrationData:
 
     def calibration_feeds(self) -> Iterator[Feed]:
         """Up to MOST_FEEDS of the calibration samples, as they are fed; none where the task has no hook for them."""
-        hook = self.hook()
-        if hook is None:
-            return
-        for batch in self._calibration_samples(hook, min(self._limit, MOST_FEEDS)):
+        for batch in self._calibration_batches():
             yield batch.feed
+
+    def _calibration_batches(self) -> Iterator[Batch]:
+        hook = self.hook()
+        if hook is not None:
+            yield from self._calibration_samples(hook, min(self._limit, MOST_FEEDS))
+
+    def parts(self) -> tuple[list[Feed], list[Feed]]:
+        """A few samples that choices are fitted on, and a few that they are judged on.
+
+        The second list is empty where nothing is held out: of fewer than LEAST samples, or of one that comes again.
+        """
+        return [batch.feed for batch in self.survey.batches()], [batch.feed for batch in self.held_out.batches()]
+
+    def fitting(self) -> Iterator[Feed]:
+        """Up to MOST_FEEDS calibration samples without those held out, whatever order the hook gives them in."""
+        for batch in self._split(self._calibration_batches()):
+            yield batch.feed
+
+    def _split(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Passes on what choices are fitted on. The first pass keeps what they are judged on in `held_out`."""
+        first = not self.held_out.rows
+        waiting: list[Batch] = []
+        for batch in batches:
+            self._read += batch.rows
+            pieces = self._pieces(batch)
+            held = np.array([self._is_held_out(piece) for piece in pieces])
+            if not held.any():
+                yield batch
+                continue
+            judged = batch
+            if not held.all():
+                judged = self.survey.select(batch, np.flatnonzero(held))
+                yield self.survey.select(batch, np.flatnonzero(~held))
+            if first:
+                waiting.append(judged)
+            if len(self._held) >= LEAST:
+                list(self.held_out.through(waiting))
+                waiting = []
+        # Of so few samples each one is needed for the ranges.
+        yield from waiting
+
+    def _is_held_out(self, piece: Feed) -> bool:
+        """Whether this sample is judged on. One that comes again, in any pass, has the part that it had before."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name in sorted(piece):
+            digest.update(np.ascontiguousarray(piece[name]).tobytes())
+        index = len(self._held)
+        held = index % 32 == 31
+        if index < LEAST:
+            held = index % 2 == 1
+        elif index < DENSE:
+            held = index % 4 == 3
+        return self._held.setdefault(digest.digest(), held)
+
+    def _pieces(self, batch: Batch) -> list[Feed]:
+        """The smallest parts of a batch that the model takes: its rows, or all of it."""
+        if not self.survey.can_cut(batch):
+            return [batch.feed]
+        return [self.survey.select(batch, np.array([row])).feed for row in range(batch.rows)]
 
     def evaluation(self) -> Samples | None:
         """All samples of eval_data(); None where the task has no such hook."""
@@ -156,21 +224,38 @@ class CalibrationData:
         return self._samples("eval_data", "evaluation", None)
 
     def ranges(
-        self, model: Light, names: Sequence[str], batches: Samples | list[Batch], nonfinite: Literal["stop", "skip"]
+        self,
+        model: Light,
+        names: Sequence[str],
+        batches: Samples | list[Batch],
+        nonfinite: Literal["stop", "skip"],
+        *,
+        whole: bool = False,
     ) -> collect.Ranges:
-        """Collects the ranges of the named values, and keeps a few samples in `survey`."""
+        """Collects the ranges of the named values, and keeps a few samples in `survey`.
+
+        Args:
+            whole: reads held-out samples too.
+        """
         count = len(batches) if isinstance(batches, list) else batches.count()
         # A reader without a length is expected to give as many samples as are wanted.
         total = count or self._limit
+        read: Iterable[Batch] = batches
+        splits = self._holds_out and not whole
+        if splits:
+            self._read = 0
+            read = self._split(batches)
+        # A model that is calibrated anew is tried on the same samples as before.
+        if not self.survey.rows:
+            read = self.survey.through(read)
         return collect.collect(
             lambda taps: session(model, taps),
-            # A model that is calibrated anew is tried on the same samples as before.
-            batches if self.survey.rows else self.survey.through(batches),
+            read,
             names,
             nonfinite=nonfinite,
             percentile=self._percentile,
             stop_early=self._stop_early,
-            progress=lambda done: self.log.progress(min(done, total), total),
+            progress=lambda done: self.log.progress(min(self._read if splits else done, total), total),
         )
 
     def _calibration_samples(self, hook: str, limit: int) -> Samples:

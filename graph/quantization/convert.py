@@ -31,7 +31,7 @@ from layerline.graph.quantization import (
     range_choice,
     rounding,
 )
-from layerline.graph.quantization.calibration_data import CalibrationData
+from layerline.graph.quantization.calibration_data import TOO_FEW, CalibrationData
 from layerline.graph.quantization.targets import OF_TYPE, OPS, TARGETS
 
 
@@ -97,7 +97,8 @@ class Calibrated:
         rules: with the layers that stay float in any case.
         plan: of the model in which all other layers are quantised.
         ranges: what calibration collected.
-        feeds: a few calibration samples.
+        feeds: a few calibration samples, on which choices are fitted.
+        held_out: others, on which these are judged; empty where calibration has too few samples.
         shifts: what bias correction takes off each layer's bias; empty where it is off.
         rounded: weights whose ranges and steps a repair chose.
         scaled: names of values whose channels a repair scaled.
@@ -110,6 +111,7 @@ class Calibrated:
     plan: QuantPlan
     ranges: Ranges
     feeds: Sequence[Feed]
+    held_out: Sequence[Feed]
     shifts: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     rounded: rounding.RoundedWeights = field(default_factory=rounding.RoundedWeights)
     scaled: frozenset[str] = frozenset()
@@ -158,9 +160,12 @@ class Calibrated:
 
     def corrected(self) -> Calibrated:
         """The same model with corrected biases, if the outputs gain by it; a note says how much."""
+        if not self.held_out:
+            note = f"bias correction was not tried: {TOO_FEW}"
+            return dataclasses.replace(self, shifts={}, notes=(*self.notes, note))
         shifts = range_choice.shifts(self.model, self.plan, self.feeds, self.rounded.arrays)
         quantized = qdq.apply(self.model, self.plan, self.rounded.arrays)
-        kept, gain = measured_plan.corrected(self.model, quantized, shifts, self.feeds)
+        kept, gain = measured_plan.corrected(self.model, quantized, shifts, self.feeds, self.held_out)
         return dataclasses.replace(self, shifts=shifts if kept else {}, notes=(*self.notes, gain))
 
 
@@ -197,11 +202,20 @@ def calibrate(
         data.choose(model, placed.activations)
         samples, hook_notes = data.calibration()
         ranges = data.ranges(model, placed.activations, samples, nonfinite)
-    feeds = [batch.feed for batch in data.survey.batches()]
-    histograms = ranges.histograms
-    tuned = measured_plan.tuned(model, rules, placed, histograms, feeds, calibrator=calibrator, percentile=percentile)
+    feeds, held_out = data.parts()
+    tuned = measured_plan.tuned(
+        model, rules, placed, ranges.histograms, feeds, held_out, calibrator=calibrator, percentile=percentile
+    )
     notes = (*hook_notes, *ranges.notes, *tuned.notes)
-    return Calibrated(model=model, rules=tuned.rules, plan=tuned.plan, ranges=ranges, feeds=feeds, notes=notes)
+    return Calibrated(
+        model=model,
+        rules=tuned.rules,
+        plan=tuned.plan,
+        ranges=ranges,
+        feeds=feeds,
+        held_out=held_out,
+        notes=notes,
+    )
 
 
 @dataclass(frozen=True)
@@ -218,7 +232,7 @@ def greatest_values(reference: Light, data: CalibrationData, probes: Sequence[Fe
     notes: tuple[str, ...] = (f"the task has no samples: overflow was looked for on {len(probes)} probe feeds alone",)
     if data.hook() is not None:
         batches, notes = data.calibration()
-    ranges = data.ranges(reference, mixed_precision.float_values(reference), batches, "skip")
+    ranges = data.ranges(reference, mixed_precision.float_values(reference), batches, "skip", whole=True)
     return Greatest({name: histogram.amax for name, histogram in ranges.histograms.items()}, notes)
 
 

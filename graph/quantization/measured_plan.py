@@ -43,6 +43,7 @@ def tuned(
     placed: Placement,
     histograms: Mapping[str, Histogram],
     feeds: Sequence[Feed],
+    held_out: Sequence[Feed] = (),
     *,
     calibrator: Literal["auto"] | Calibrator,
     percentile: float,
@@ -54,7 +55,8 @@ def tuned(
     Args:
         model: the float model, at an opset that has Q/DQ.
         placed: the values that the rules quantise.
-        feeds: samples by input name. Ranges are tried on about eight of them, plans are compared on all.
+        feeds: samples by input name. Ranges are tried on about eight of them.
+        held_out: other samples, on which plans are compared; on `feeds` where there are none.
     """
     rules, placed = range_choice.apart(model, rules, placed, histograms)
     if not placed.activations:
@@ -62,26 +64,26 @@ def tuned(
     if calibrator != "auto":
         return Tuned(qdq.plan(model, placed, histograms, calibrator, percentile=percentile), rules, ())
     chosen = range_choice.choose(model, rules, placed, histograms, _spread(feeds), percentile=percentile)
-    notes = tuple(
+    floated = tuple(
         f"{layer} stays float: int8 would leave it {db:.1f} dB by itself" for layer, db in chosen.floated.items()
     )
     plan = qdq.plan(model, chosen.placement, histograms, "mse", percentile=percentile, chosen=chosen.thresholds)
-    reference = OutputReference(model, feeds)
-    auto_db = reference.least_db(qdq.apply(model, plan))
+    trials = Trials(model, feeds, held_out)
+    auto_db = least(trials.decibels(qdq.apply(model, plan)))
     if auto_db is None:
-        return Tuned(plan, chosen.rules, notes)
-    best_plan, best_db, best_name = plan, auto_db, "auto"
+        return Tuned(plan, chosen.rules, floated)
+    best_plan, best_db, notes = plan, auto_db + CLEARLY_DB, floated
     for single in CALIBRATORS:
         other = qdq.plan(model, chosen.placement, histograms, single, percentile=percentile)
         if [v.amax for v in other.values] == [v.amax for v in plan.values]:
             continue
-        other_db = reference.least_db(qdq.apply(model, other))
-        if other_db is not None and other_db > best_db:
-            best_plan, best_db, best_name = other, other_db, str(single)
-    if best_name == "auto" or best_db < auto_db + CLEARLY_DB:
-        return Tuned(plan, chosen.rules, notes)
-    gain = f"{best_db:.1f} dB at the outputs, {auto_db:.1f} dB with each chosen by itself"
-    return Tuned(best_plan, chosen.rules, (*notes, f"auto took {best_name} for all ranges: {gain}"))
+        # The worse part of the samples decides: rare large numbers, which a range may cut off, are in one alone.
+        other_db = least(trials.decibels(qdq.apply(model, other)))
+        if other_db is not None and other_db >= best_db:
+            best_plan, best_db = other, other_db
+            figures = f"{other_db:.1f} dB at the outputs, {auto_db:.1f} dB with each chosen by itself"
+            notes = (*floated, f"auto took {single} for all ranges: {figures}")
+    return Tuned(best_plan, chosen.rules, notes)
 
 
 def _spread(feeds: Sequence[Feed]) -> Sequence[Feed]:
@@ -92,6 +94,40 @@ def _spread(feeds: Sequence[Feed]) -> Sequence[Feed]:
     count = max(1, SAMPLES // max(rows, 1))
     step = max(1, len(feeds) // count)
     return feeds[::step][:count]
+
+
+class Trials:
+    """Measures models on samples that a choice was fitted on, and on others.
+
+    Few held-out samples may lack the rare large numbers that the others have, so a choice has to gain on both.
+
+    Args:
+        model: the float model.
+        feeds: samples that choices are fitted on.
+        held_out: others; there may be none.
+    """
+
+    def __init__(self, model: Light, feeds: Sequence[Feed], held_out: Sequence[Feed]) -> None:
+        self._references = [OutputReference(model, part) for part in (feeds, held_out) if part]
+
+    def decibels(self, model: Light) -> list[float | None]:
+        """SQNR in dB of the output that lost most, on each part. The held-out samples are the last."""
+        return [reference.least_db(model) for reference in self._references]
+
+
+def least(parts: Sequence[float | None]) -> float | None:
+    """The figure of the worse part of the samples; None where nothing could be measured."""
+    return min((db for db in parts if db is not None), default=None)
+
+
+def least_gain(before: Sequence[float | None], after: Sequence[float | None]) -> float | None:
+    """The gain in dB on that part of the samples that gains least; None where nothing could be measured."""
+    gains: list[float | None] = []
+    for old, new in zip(before, after, strict=True):
+        if old is not None and new is not None:
+            # Equal covers two infinite figures.
+            gains.append(0.0 if old == new else new - old)
+    return least(gains)
 
 
 class OutputReference:
@@ -138,9 +174,17 @@ class OutputReference:
 
 
 def corrected(
-    model: Light, quantized: Light, shifts: Mapping[str, npt.NDArray[np.float64]], feeds: Sequence[Feed]
+    model: Light,
+    quantized: Light,
+    shifts: Mapping[str, npt.NDArray[np.float64]],
+    feeds: Sequence[Feed],
+    held_out: Sequence[Feed],
 ) -> tuple[bool, str]:
     """Corrects the biases of a quantised model.
+
+    Args:
+        feeds: samples that the shifts were measured on.
+        held_out: others.
 
     Returns:
         Whether the outputs gain by it, and a note with their SQNR before and after.
@@ -148,12 +192,12 @@ def corrected(
     candidate, layers = bias_correction.correct(quantized, shifts)
     if not layers:
         return False, "bias correction changed no layer: none with a quantised input has a mean error to take off"
-    reference = OutputReference(model, feeds)
-    before = reference.least_db(quantized)
-    after = reference.least_db(candidate)
-    if before is None or after is None:
+    trials = Trials(model, feeds, held_out)
+    before, after = trials.decibels(quantized), trials.decibels(candidate)
+    gain = least_gain(before, after)
+    if gain is None:
         return True, f"bias correction changed {layers} layers; no output could be measured"
-    gain = f"{after:.1f} dB at the outputs with it, {before:.1f} dB without"
-    if after <= before:
-        return False, f"bias correction was left out, the outputs lose by it: {gain}"
-    return True, f"bias correction of {layers} layers: {gain}"
+    figures = f"{after[-1]:.1f} dB at the outputs with it, {before[-1]:.1f} dB without, on held-out samples"
+    if gain <= 0:
+        return False, f"bias correction was left out, the outputs do not gain by it: {figures}"
+    return True, f"bias correction of {layers} layers: {figures}"

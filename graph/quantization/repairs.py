@@ -28,7 +28,7 @@ class Repairer:
 
     Attributes:
         calibrate: calibrates a float model again, after its channels were scaled.
-        samples: an iterator over the calibration samples; each call starts at the first one.
+        samples: an iterator over the calibration samples that are not held out; each call starts at the first one.
     """
 
     calibrate: Callable[[Light], Calibrated]
@@ -38,8 +38,10 @@ class Repairer:
         """The model with one more repair, and a few words on what changed; "" if there was nothing to change."""
         repairs = (*calibrated.repairs, name)
         if name in ("adaround", "gptq"):
-            chosen = rounding.rounded(calibrated.model, calibrated.plan, self.samples, blocks=name == "gptq")
-            changed = f"{len(chosen.arrays)} weights" if chosen.arrays else ""
+            chosen = rounding.rounded(
+                calibrated.model, calibrated.plan, self.samples, calibrated.held_out, blocks=name == "gptq"
+            )
+            changed = f"weights rounded anew: {len(chosen.arrays)}" if chosen.arrays else ""
             rounded = calibrated.rounded.with_others(chosen)
             plan = rounding.with_scales(calibrated.plan, rounded.entries)
             return dataclasses.replace(calibrated, plan=plan, rounded=rounded, repairs=repairs), changed
@@ -54,7 +56,9 @@ class Repairer:
             return calibrated, ""
         recalibrated = self.calibrate(equalized.model)
         scaled = calibrated.scaled | equalized.scaled
-        return dataclasses.replace(recalibrated, scaled=scaled, repairs=repairs), f"{equalized.groups} groups"
+        return dataclasses.replace(
+            recalibrated, scaled=scaled, repairs=repairs
+        ), f"groups of values scaled: {equalized.groups}"
 
 
 def of_format(name: str) -> list[Repair]:

@@ -24,7 +24,7 @@ from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.histogram import shortest
 from layerline.calib.plan import QuantPlan, QuantValue
-from layerline.calib.scales import LEVELS, Stored
+from layerline.calib.scales import LEVELS, Stored, in_blocks
 from layerline.graph.analysis.ir_queries import constant
 from layerline.graph.fusion.affine_ops import outputs_come_first
 from layerline.graph.io.ir_convert import to_ir
@@ -44,7 +44,7 @@ ENDS = np.linspace(1.0, 0.7, 31, dtype=np.float32)
 """Candidates for the end of a channel's range, as fractions of its greatest weight."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layer:
     """A layer whose weights are quantised, and the value that it reads.
 
@@ -100,7 +100,12 @@ class RoundedWeights:
 
 
 def rounded(
-    model: Light, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]], *, blocks: bool = False
+    model: Light,
+    plan: QuantPlan,
+    feeds: Callable[[], Iterable[Feed]],
+    held_out: Sequence[Feed] = (),
+    *,
+    blocks: bool = False,
 ) -> RoundedWeights:
     """Chooses ranges and steps in layers with a stored weight on their right side that nothing else reads.
 
@@ -110,28 +115,58 @@ def rounded(
         model: the float model.
         plan: of it.
         feeds: gives samples by input name, at each call from the first on.
+        held_out: other samples: a weight keeps the plan's range and the nearest steps where these lose by the choice.
         blocks: round the weights in blocks, by GPTQ; else those in int8, by AdaRound.
     """
     arrays: dict[str, Array | Stored] = {}
     entries: dict[str, QuantValue] = {}
     for layers in _passes(layers_of(model, plan, blocks=blocks)):
         moments = _moments(model, layers, feeds())
+        solved: dict[Layer, tuple[Array | Stored, QuantValue, Numbers]] = {}
         for layer in layers:
-            total, count = moments.pop(layer.weight.name)
+            # Without samples there is nothing to choose by.
+            total, count = moments.pop(layer.weight.name, (np.zeros(1, np.float32), 0))
             if not total.any() or not np.isfinite(total).all():
                 continue
             if blocks:
                 stored = gptq.rounded(layer.rows[0], total[0], layer.weight.block, layer.weight.dtype)
-                arrays[layer.weight.name] = stored if outputs_come_first(layer.node) else stored.transposed()
-                entries[layer.weight.name] = dataclasses.replace(layer.weight, calibrator="gptq")
+                array = stored if outputs_come_first(layer.node) else stored.transposed()
+                entry = dataclasses.replace(layer.weight, calibrator="gptq")
+                solved[layer] = array, entry, stored.dequantized()[None]
             else:
                 scales = _scales(layer, total)
-                arrays[layer.weight.name] = layer.stored(_solved(layer, scales, total, count))
-                amax = LEVELS * float(scales.max())
+                rows = _solved(layer, scales, total, count)
                 numbers = tuple(shortest(scale) for scale in scales.reshape(-1))
+                amax = LEVELS * float(scales.max())
                 entry = dataclasses.replace(layer.weight, scales=numbers, amax=amax, calibrator="adaround")
+                solved[layer] = layer.stored(rows), entry, rows
+        worse = _worse(model, {layer: rows for layer, (_, _, rows) in solved.items()}, held_out)
+        for layer, (weight, entry, _) in solved.items():
+            if layer not in worse:
+                arrays[layer.weight.name] = weight
                 entries[layer.weight.name] = entry
     return RoundedWeights(arrays, entries)
+
+
+def _worse(model: Light, solved: Mapping[Layer, Numbers], held_out: Sequence[Feed]) -> set[Layer]:
+    """The layers whose outputs on held-out samples are nearer to the float ones with the nearest steps."""
+    differences: dict[Layer, tuple[Numbers, Numbers]] = {}
+    for layer, chosen in solved.items():
+        exact = layer.rows.astype(np.float32)
+        if layer.weight.block:
+            nearest = in_blocks(layer.rows[0], 1, layer.weight.block, layer.weight.dtype).dequantized()[None]
+        else:
+            scale = np.array(layer.weight.scales, np.float32)
+            if scale.size > 1:
+                scale = scale.reshape(*exact.shape[:2], 1)
+            nearest = np.clip(np.rint(exact / scale), -LEVELS, LEVELS) * scale
+        differences[layer] = nearest - exact, chosen - exact
+    errors = {layer: np.zeros(2) for layer in solved}
+    for layer, rows in _inputs(model, list(solved), held_out):
+        for index, difference in enumerate(differences[layer]):
+            for group in range(rows.shape[1]):
+                errors[layer][index] += np.square(rows[:, group] @ difference[group].T).sum()
+    return {layer for layer, (nearest_error, chosen_error) in errors.items() if nearest_error < chosen_error}
 
 
 def layers_of(model: Light, plan: QuantPlan, *, blocks: bool) -> list[Layer]:
@@ -186,16 +221,21 @@ def _passes(layers: list[Layer]) -> Iterator[list[Layer]]:
 def _moments(model: Light, layers: list[Layer], feeds: Iterable[Feed]) -> dict[str, tuple[Numbers, int]]:
     """By weight: the sum of x xᵀ over rows of what the layer reads, (groups, inputs, inputs), and how many rows."""
     moments: dict[str, tuple[Numbers, int]] = {}
-    for layer, data in values_read(model, layers, feeds):
-        if layer.activation is not None:
-            data, _ = qdq.rounded(data, layer.activation)
-        rows = _windows(layer, data)
+    for layer, rows in _inputs(model, layers, feeds):
         count, groups = rows.shape[:2]
         # One product for each group: an einsum over all groups would copy all windows.
         sums = np.stack([rows[:, group].T @ rows[:, group] for group in range(groups)])
         previous_sums, previous_count = moments.get(layer.weight.name, (np.zeros_like(sums), 0))
         moments[layer.weight.name] = previous_sums + sums, previous_count + count
     return moments
+
+
+def _inputs(model: Light, layers: Sequence[Layer], feeds: Iterable[Feed]) -> Iterator[tuple[Layer, Numbers]]:
+    """For each feed and layer: what the layer multiplies its weights with, as it is quantised."""
+    for layer, data in values_read(model, layers, feeds):
+        if layer.activation is not None:
+            data, _ = qdq.rounded(data, layer.activation)
+        yield layer, _windows(layer, data)
 
 
 def values_read(model: Light, layers: Sequence[Layer], feeds: Iterable[Feed]) -> Iterator[tuple[Layer, Numbers]]:

@@ -102,10 +102,10 @@ def test_a_channel_that_few_samples_reach_has_its_range_from_all_of_them():
     light, plan, rich = built(ROWS, body, {"w": np.diag(SPREAD), "v": f32(6, 5)})
     poor = {"x": rich["x"] * np.float32([1e-4, 1, 1, 1, 1, 1])}
     ranges = Ranges(histograms={}, samples=0)
-    calibrated = convert.Calibrated(model=light, rules=Rules(), plan=plan, ranges=ranges, feeds=[poor])
+    calibrated = convert.Calibrated(model=light, rules=Rules(), plan=plan, ranges=ranges, feeds=[poor], held_out=[])
     repairer = repairs.Repairer(lambda model: dataclasses.replace(calibrated, model=model), lambda: [poor, rich])
     repaired, changed = repairer.apply("equalize", calibrated)
-    assert changed == "1 groups"
+    assert changed == "groups of values scaled: 1"
     channels = OnnxRuntime().open(repaired.model, ["r"]).run(rich)["r"].reshape(-1, 6).max(axis=0)
     assert channels[0] < 3 * np.median(channels)
 
@@ -149,3 +149,13 @@ def test_an_output_of_the_model_and_a_weight_of_two_layers_keep_their_numbers():
 def test_channels_that_are_alike_are_left_alone():
     light, plan, feed = built(IMAGE, BETWEEN_LAYERS["Conv"][1], {"w": conv(6, 3), "v": conv(4, 6)})
     assert equalization.equalize(light, plan, [feed], norms=False).groups == 0
+
+
+def test_channels_that_are_scaled_up_keep_headroom_by_the_number_of_samples():
+    channels = equalization.Channels(np.array([8.0, 1.0, 6.0, 0.0]), np.ones(4), samples=16)
+    # A factor of 1/8 would raise the second channel to the end of the range; 1 + 4 / sqrt(16) = 2 below it is the most.
+    factors = np.array([1.0, 1 / 8, 1.0, 1.0])
+    np.testing.assert_allclose(equalization._excess(channels, factors), [1, 2, 1, 1])
+    # What is near the end already is not raised at all, and what is lowered is free.
+    np.testing.assert_allclose(equalization._excess(channels, np.array([1.0, 1.0, 0.75, 1.0])), [1, 1, 4 / 3, 1])
+    np.testing.assert_allclose(equalization._excess(channels, np.array([1.0, 2.0, 2.0, 2.0])), np.ones(4))

@@ -243,7 +243,7 @@ def test_a_training_that_loses_is_left_out_unless_it_is_asked_for(work):
     assert row["QAT"] < row["PTQ"] == report.metrics["accuracy"]
     plan = QuantPlan.from_json((task.out / "plan.json").read_text())
     assert "qat" not in {value.calibrator for value in plan.values}
-    assert f"accuracy 1 -> {row['QAT']:.6g} after it; the model from before is the result" in report.notes[0]
+    assert f"accuracy {row['QAT']:.6g} (float 1) after it; the model from before is the result" in report.notes[0]
     assert not report.reference.startswith("trained")
     report = Quantize(mode="qat", min_db=-99, qat={**options, "keep": "trained"}).run(task)
     assert report.metrics["accuracy"] == figures(report)["accuracy"]["QAT"] == row["QAT"]
