@@ -199,7 +199,8 @@ class Monitor:
         for column in self.columns[len(COLUMNS) :]:
             cells.append(more.get(column, math.nan))
         self.rows.append(array("d", cells))
-        self._publish(dict(zip(self.columns, cells, strict=True)))
+        if self.write is not None or self.trackers:
+            self._publish(dict(zip(self.columns, cells, strict=True)))
 
     def speed(self) -> dict[str, float]:
         """`samples_s` of the last interval that was measured: a row of a validation alone has none."""
@@ -225,8 +226,6 @@ class Monitor:
 
     def _publish(self, values: Mapping[str, float]) -> None:
         """Hands a row to the user's trackers, and prints it."""
-        if self.write is None and not self.trackers:
-            return
         measured = {name: float(value) for name, value in values.items() if not math.isnan(value)}
         for call in self.trackers:
             call(dict(measured))
