@@ -233,15 +233,6 @@ class Monitor:
             figures = [f"{name} {measured[name]:.4g}" for name in _PRINTED if name in measured]
             self.write(f"step {measured['step']:.0f}: {', '.join(figures)}")
 
-    def write_csv(self, path: Path) -> None:
-        """All rows so far; a cell that was not measured is empty."""
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(self.columns)
-            for row in self.rows:
-                cells = ["" if math.isnan(value) else f"{value:.9g}" for value in row[1:]]
-                writer.writerow([int(row[0]), *cells])
-
     def state_dict(self) -> dict[str, Any]:
         flat = torch.tensor(self.rows, dtype=torch.float64).reshape(-1, len(self.columns))
         return {"rows": flat, "columns": list(self.columns), "smooth": self._smooth, "norms": list(self._norms),
@@ -303,11 +294,17 @@ class Monitor:
 
 
 def export(monitors: Mapping[str, Monitor], path: Path) -> None:
-    """Writes the log of each model, `<stem>-<name>.csv` where it has a name."""
+    """Writes all rows of each model, to `<stem>-<name>.csv` where it has a name. What was not measured is empty."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for name, monitor in monitors.items():
-            monitor.write_csv(path.with_name(f"{path.stem}-{name}{path.suffix}") if name else path)
+            target = path.with_name(f"{path.stem}-{name}{path.suffix}") if name else path
+            with target.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(monitor.columns)
+                for row in monitor.rows:
+                    cells = ["" if math.isnan(value) else f"{value:.9g}" for value in row[1:]]
+                    writer.writerow([int(row[0]), *cells])
     except OSError as error:
         raise machine_lacks(error) from error
 
