@@ -148,7 +148,7 @@ def test_rooms_of_a_package_import_downwards(name: str) -> None:
     modules, order = _modules(), ROOMS[name]
     for file in sorted((ROOT / name).rglob("*.py")):
         room = file.relative_to(ROOT / name).parts[0].removesuffix(".py")
-        if room == "__init__":  # what the package exports
+        if room == "__init__":
             continue
         assert room in order, f"{file}: name its room in ROOMS"
         for module in _imported_modules(file, modules):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from layerline.pipeline.errors import ConfigError, PipeError, StageError, TaskError, Unavailable
     from layerline.pipeline.report import Gate, LayerDiff, Report
     from layerline.pipeline.stage import Stage, Work
-    from layerline.training import ModelOptimizer
+    from layerline.training.setup.model_optimizer import ModelOptimizer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -52,7 +52,7 @@ EXPORTS = {
     "layerline.pipeline.errors": ("ConfigError", "PipeError", "StageError", "TaskError", "Unavailable"),
     "layerline.pipeline.report": ("Gate", "LayerDiff", "Report"),
     "layerline.pipeline.stage": ("Stage", "Work"),
-    "layerline.training": ("ModelOptimizer",),
+    "layerline.training.setup.model_optimizer": ("ModelOptimizer",),
 }
 
 
