@@ -30,6 +30,7 @@ def compare(
     pairs: Mapping[str, str] | None = None,
     tolerances: Mapping[str, float] | None = None,
     settled: Collection[str] = (),
+    sizes_differ: bool = False,
 ) -> tuple[LayerDiff, ...]:
     """Runs both models on every feed and measures each pair of values; memory does not grow with the feeds.
 
@@ -47,6 +48,8 @@ def compare(
         tolerances: greatest relative L2 error that passes, by value of the reference; others are not gated.
         settled: values that the candidate's readers take from the reference: outputs of QuantizeLinear, where an
             element half-way between two steps may take either.
+        sizes_differ: values whose size depends on numbers (`counted_values`) may have another one: their row has no
+            measures then, and `extra["size"]` says the sizes.
 
     Returns:
         One row per pair in the reference's topological order. Index outputs (ArgMax, TopK) are measured on the values
@@ -57,13 +60,13 @@ def compare(
     Raises:
         StageError: a model or feed that onnxruntime refuses, an unknown name in `pairs`, no feed at all.
     """
-    comparison, totals = _measured(reference, candidate, feeds, isolated, pairs, settled)
+    comparison, totals = _measured(reference, candidate, feeds, isolated, pairs, settled, sizes_differ=sizes_differ)
     return _rows(comparison, totals, tolerances or {})
 
 
 def distances(reference: Model, candidate: Model, feeds: Iterable[Feed]) -> dict[str, tuple[Distance, Distance]]:
     """The sums behind `compare`, by value of the same name: cumulative, and of the layer fed with the reference's."""
-    comparison, totals = _measured(reference, candidate, feeds, True, None, ())
+    comparison, totals = _measured(reference, candidate, feeds, True, None, (), sizes_differ=True)
     return {pair.a: both for pair, both in zip(comparison.pairs, totals, strict=True)}
 
 
@@ -74,10 +77,14 @@ def _measured(
     isolated: bool,
     pairs: Mapping[str, str] | None,
     settled: Collection[str],
+    *,
+    sizes_differ: bool,
 ) -> tuple[Comparison, list[tuple[Distance, Distance]]]:
     # A generator may give any number of feeds.
     few = isinstance(feeds, Sequence) and len(feeds) <= FEW
     comparison = Comparison(split(reference), split(candidate), pairs, isolated, OnnxRuntime(few_runs=few), settled)
+    if sizes_differ:
+        comparison.allow_sizes()
     totals = [(Distance(), Distance())] * len(comparison.pairs)
     for feed in feeds:
         measured = comparison.measure(feed)
@@ -109,6 +116,8 @@ def _rows(
         measures: dict[str, Any]
         if random_source:
             measures = {"extra": {"nondeterministic": random_source}}
+        elif total.mismatch and pair.a in comparison.sizes_differ:
+            measures = {"extra": {"size": f"size differs by {comparison.sizes_differ[pair.a]}: {total.mismatch}"}}
         else:
             measures = total.measures() | _gate(pair, total, distances, tolerances)
             measures["extra"] = total.flags

@@ -14,6 +14,7 @@ from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.topk_indices import pointers, resolved
 from layerline.compare.value_pairs import pair_values, why_two_sessions
 from layerline.compare.value_types import CODES, Shape, infer
+from layerline.graph.analysis.counted_values import counted
 from layerline.pipeline.errors import StageError
 
 HANDED_OVER = 256 << 20
@@ -51,8 +52,14 @@ class Comparison:
         self._sessions: dict[str, OrtSession] = {}
         self._pair(pair_values(reference.model, candidate.model, names))
         self._unclear = set[int]()
+        self.sizes_differ: Mapping[str, str] = {}
         # The pairs that each run measures.
         self._runs: list[set[int]] = [set(range(len(self.pairs)))]
+
+    def allow_sizes(self) -> None:
+        """Lets values whose size depends on numbers differ in it. Both sides are handed over as they are."""
+        self.sizes_differ = counted(self.reference.model.graph).values
+        self._unclear.update(i for i, pair in enumerate(self.pairs) if pair.a in self.sizes_differ)
 
     def measure(self, feed: Feed) -> list[tuple[Distance, Distance]]:
         """The distance of each pair on one feed: cumulative, and isolated (zero where not wanted)."""
@@ -141,7 +148,7 @@ class Comparison:
                 cumulative = distance(outputs, str(i))
                 alone = distance(outputs, f"{i}/isolated")
                 # numpy measures the pairs whose shapes agree, and says how the others differ.
-                if cumulative.mismatch or alone.mismatch:
+                if (cumulative.mismatch or alone.mismatch) and self.pairs[i].a not in self.sizes_differ:
                     return None
                 distances[i] = (cumulative, alone)
         return distances
@@ -152,7 +159,8 @@ class Comparison:
         cumulative = [diff_arrays(*resolved(p.pointer, a, (a[p.a], b[p.b]))) for p in self.pairs]
         # Isolated layers take values of the reference, which must have the shapes of the candidate.
         alone = [Distance(mismatch="not run")] * len(cumulative)
-        if self.isolated and not any(d.mismatch for d in cumulative):
+        differing = [p.a for p, d in zip(self.pairs, cumulative, strict=True) if d.mismatch]
+        if self.isolated and self.sizes_differ.keys() >= set(differing):
             inputs = dict(feed)
             inputs.update({f"a//{p.a}": a[p.a] for p in self.pairs if p.dtype_a and p.dtype_b})
             isolated = self._side("isolated", isolated_model(self.candidate, self.pairs), [], inputs)

@@ -17,6 +17,7 @@ from layerline.compare.comparison_graph import effects_graph
 from layerline.compare.pair_metrics import Pair, distance, trusted
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.value_pairs import why_two_sessions
+from layerline.graph.analysis.counted_values import counted
 from layerline.graph.analysis.rounding_noise import drawn
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import EFFECT, GAIN, OWN, Report, decibels
@@ -117,13 +118,15 @@ class _Trial:
             return
         self.pairs = [replace(pair, pointer=None) for pair in comparison.pairs]
         random = drawn(reference.model)
-        outputs = {output.name for output in reference.model.graph.output} - random.keys()
+        by_numbers = counted(reference.model.graph)
+        outputs = {output.name for output in reference.model.graph.output} - random.keys() - {*by_numbers.outputs}
+        outputs |= {*by_numbers.sources}
         for index, pair in enumerate(comparison.pairs):
             types = {pair.dtype_a, pair.dtype_b}
             # Sequences and text have no type here, and numpy has no bfloat16.
             if pair.a in outputs and types.isdisjoint({0, onnx.TensorProto.BFLOAT16}):
-                counted = pair.pointer is not None or not types <= _FLOATS
-                self.targets[index] = replace(self.pairs[index], a=f"target//{index}", counted=counted)
+                by_count = pair.pointer is not None or not types <= _FLOATS
+                self.targets[index] = replace(self.pairs[index], a=f"target//{index}", counted=by_count)
 
     def shares(
         self, feeds: Sequence[Feed], values: Collection[str], most: int, *, restored: bool
@@ -152,8 +155,10 @@ class _Trial:
         runs = RUNS // 2 if restored else RUNS
         feeds = feeds[: max(1, runs // len(layers))]
         runtime = OnnxRuntime(few_runs=True)
-        session = runtime.open(self.reference)
-        converted = runtime.open(base) if restored else None
+        session = runtime.open(self.reference, [self.pairs[index].a for index in self.targets])
+        converted = None
+        if restored:
+            converted = runtime.open(base, [pairs[index].a for index in self.targets])
         unchanged, size = self._unchanged(session, converted, feeds)
         step = max(1, _NODES // len(base.model.graph.node))
         result: dict[str, float] = {}

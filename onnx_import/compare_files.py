@@ -131,7 +131,7 @@ def _compared(
     sides = sides_of_qdq(candidate.model.graph, {*values, *candidate.stored}) | set(emulation)
     shared = set(others) - sides
     pairs = {name: name for name in values if name in shared}
-    records = compare(reference, candidate, feeds, isolated=True, pairs=pairs)
+    records = compare(reference, candidate, feeds, isolated=True, pairs=pairs, sizes_differ=True)
     matched = {record.name for record in records} | sides
     missing = [name for name in values if name not in matched]
     if missing:

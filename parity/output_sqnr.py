@@ -12,6 +12,7 @@ from layerline.backends.base import Feed
 from layerline.backends.light import Light
 from layerline.compare.compare_models import compare
 from layerline.export.signature import Signature
+from layerline.graph.analysis.counted_values import counted
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.pipeline.report import Gate, Scalar
 
@@ -54,9 +55,16 @@ def samples(data: CalibrationData, probes: Sequence[Feed]) -> Sequence[Feed]:
 
 
 def outputs(reference: Light, measured: Light, feeds: Sequence[Feed]) -> dict[str, Output]:
-    """Each output over all feeds, without outputs that are random, or 0 in the reference."""
+    """Each output over all feeds, without outputs that are random, or 0 in the reference.
+
+    Where the size of an output depends on numbers, the values that it is chosen from stand for it.
+    """
+    by_numbers = counted(reference.model.graph)
+    pairs = {name: name for name in by_numbers.sources}
     distances: dict[str, Output] = {}
-    for record in compare(reference, measured, feeds, pairs={}):
+    for record in compare(reference, measured, feeds, pairs=pairs, sizes_differ=True):
+        if record.name in by_numbers.outputs:
+            continue
         # -inf without a one-sided element: the reference is 0, and no ratio says how far off a result is.
         db = -math.inf if record.one_sided else record.sqnr_db
         if db is not None and (record.one_sided or db != -math.inf):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from layerline.backends.base import Feed
+from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare.channel_errors import channel_errors
 from layerline.compare.compare_models import compare
@@ -16,6 +17,7 @@ from layerline.compare.output_effects import with_effects
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.threshold_flips import blamed
 from layerline.export.signature import Signature, signature
+from layerline.graph.analysis.counted_values import counted
 from layerline.graph.analysis.rounding_noise import drawn, unjudged
 from layerline.graph.quantization import qdq
 from layerline.graph.quantization.calibration_data import CalibrationData
@@ -57,7 +59,7 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
         return Report(stage=stage, notes=("mode none: the model is passed on as it is",))
     rows = _quantized_rows(converted, qdq.weight_sqnr(converted.reference, converted.plan, converted.rounded))
     graph = converted.reference.model.graph
-    layers = blamed(compare(converted.reference, converted.measured, probes, isolated=True), graph)
+    layers = blamed(compare(converted.reference, converted.measured, probes, isolated=True, sizes_differ=True), graph)
     explained = plan_rounding.own_errors(converted, probes)
     records: list[LayerDiff] = []
     for record in (*_input_rows(converted, probes), *layers):
@@ -106,7 +108,7 @@ def with_default_session(
             "or drop a Relu; with graph_optimization_level = ORT_ENABLE_BASIC it computes what is reported here"
         )
         return dataclasses.replace(report, notes=(*report.notes, note))
-    outputs = {o.name for o in converted.model.model.graph.output}
+    outputs = {o.name for o in converted.model.model.graph.output} | {*counted(converted.model.model.graph).sources}
     allowed = {r.name: _default_limit(r.rel_l2 or 0.0) for r in report.records if r.name in outputs}
     gates, notes = default_session.check(path, probes, allowed=allowed)
     if gates:
@@ -128,21 +130,22 @@ def _judged_by_float(
     gates: list[Gate], converted: Converted, path: Path, feeds: Iterable[Feed]
 ) -> tuple[list[Gate], list[str]]:
     """A note in place of the gates if the session is about as near to the float model as the graph run as written."""
-    reference = OnnxRuntime(few_runs=True).open(converted.reference)
-    written = OnnxRuntime(few_runs=True).open(converted.measured)
-    random = drawn(converted.reference.model)
+    by_numbers = counted(converted.reference.model.graph)
+    reference = OnnxRuntime(few_runs=True).open(converted.reference, by_numbers.sources)
+    written = OnnxRuntime(few_runs=True).open(converted.measured, by_numbers.sources)
+    left_out = {*drawn(converted.reference.model), *by_numbers.outputs}
     by_default: dict[str, Distance] = {}
     as_written: dict[str, Distance] = {}
     count = 0
     try:
-        default = OnnxRuntime(defaults=True).open(path)
+        default = OnnxRuntime(defaults=True).open(path, by_numbers.sources)
         for feed in feeds:
             count += 1
             exact = reference.run(feed)
             optimised = default.run(feed)
             plain = written.run(feed)
             # In the order of the outputs: a set's order differs from run to run, and so might the output named below.
-            for name in [name for name in exact if name not in random]:
+            for name in [name for name in exact if name not in left_out]:
                 by_default[name] = by_default.get(name, Distance()) + diff_arrays(exact[name], optimised[name])
                 as_written[name] = as_written.get(name, Distance()) + diff_arrays(exact[name], plain[name])
     except StageError:
@@ -176,6 +179,7 @@ def with_outputs(
     """
     feeds = output_sqnr.samples(data, probes)
     outputs = output_sqnr.outputs(converted.reference, converted.measured, feeds)
+    by_numbers = filter(None, [counted(converted.reference.model.graph).note()])
     warnings = output_sqnr.warning(outputs)
     for text in warnings:
         data.log.say(text)
@@ -197,7 +201,7 @@ def with_outputs(
         report,
         metrics=metrics,
         gates=tuple(gates),
-        notes=(*warnings, *report.notes, *output_sqnr.unseen(data.survey.shapes, signature)),
+        notes=(*by_numbers, *warnings, *report.notes, *output_sqnr.unseen(data.survey.shapes, signature)),
         tables=tables,
     )
 
@@ -354,8 +358,15 @@ def _emulation_gate(converted: Converted, probes: Sequence[Feed]) -> tuple[Gate,
     """Whether the artifact, run as it is, gives the results of its emulation."""
     if converted.measured is converted.model:
         return ()
-    differences = compare(converted.measured, converted.model, probes, pairs={})
-    losses = [r.rel_l2 or 0.0 for r in compare(converted.reference, converted.measured, probes, pairs={})]
+    by_numbers = counted(converted.reference.model.graph)
+    pairs = {name: name for name in by_numbers.sources}
+
+    def compared(reference: Light, candidate: Light) -> list[LayerDiff]:
+        records = compare(reference, candidate, probes, pairs=pairs, sizes_differ=True)
+        return [record for record in records if record.name not in by_numbers.outputs]
+
+    differences = compared(converted.measured, converted.model)
+    losses = [record.rel_l2 or 0.0 for record in compared(converted.reference, converted.measured)]
     judged = [r for r in differences if r.rel_l2 is not None]
     if not judged:  # every output is drawn at random
         return ()

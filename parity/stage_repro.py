@@ -53,7 +53,7 @@ def write(stage: str, value: str, folders: Mapping[str, Path], feeds: Sequence[F
     newest = max(opset_of(reference.model), opset_of(candidate.model))
     with contextlib.suppress(StageError):
         reference, candidate = raise_opset(reference, newest), raise_opset(candidate, newest)
-    records = compare(reference, candidate, feeds, isolated=True)
+    records = compare(reference, candidate, feeds, isolated=True, sizes_differ=True)
     wrong = [record for record in records if not record.passed or record.max_abs != 0]
     if not wrong:
         raise StageError(f"it computes every value as {before[-1]} does: there is nothing to show", where=stage)

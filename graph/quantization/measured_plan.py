@@ -17,6 +17,7 @@ from layerline.calib.calibrators import Calibrator
 from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan
 from layerline.calib.range_candidates import CALIBRATORS
+from layerline.graph.analysis.counted_values import counted
 from layerline.graph.analysis.rounding_noise import drawn
 from layerline.graph.quantization import bias_correction, own_qdq, qdq, range_choice
 from layerline.graph.quantization.qdq_placement import Placement, Rules
@@ -135,13 +136,15 @@ class OutputReference:
 
     def __init__(self, model: Light, feeds: Sequence[Feed]) -> None:
         random = drawn(model.model)
-        self.names = [o.name for o in model.model.graph.output if o.name not in random]
+        by_numbers = counted(model.model.graph)
+        self.names = [o.name for o in model.model.graph.output if o.name not in {*random, *by_numbers.outputs}]
+        self.names += [name for name in by_numbers.sources if name not in self.names]
         self.feeds = feeds
-        self.exact = self._run(model, feeds)
+        self.exact = self._run(model)
 
     def least_db(self, model: Light) -> float | None:
         """SQNR in dB of the output that lost most; None where no output holds numbers other than 0."""
-        outputs = self._run(model, self.feeds)
+        outputs = self._run(model)
         measured: list[float] = []
         for name in self.names:
             db = self._decibels(name, outputs)
@@ -167,10 +170,9 @@ class OutputReference:
             error += float(np.square(a[usable].astype(np.float64) - b[usable]).sum())
         return decibels(signal, error) if signal else None
 
-    @staticmethod
-    def _run(model: Light, feeds: Sequence[Feed]) -> list[dict[str, Array]]:
-        session = OnnxRuntime(few_runs=True).open(own_qdq.emulate(model))
-        return [session.run(feed) for feed in feeds]
+    def _run(self, model: Light) -> list[dict[str, Array]]:
+        session = OnnxRuntime(few_runs=True).open(own_qdq.emulate(model), self.names)
+        return [session.run(feed) for feed in self.feeds]
 
 
 def corrected(

@@ -129,19 +129,19 @@ def test_an_output_that_no_node_computes_has_no_effect_of_its_own():
     assert effects(net, other, [{"x": X}], ["x", "y"]) == {"y": pytest.approx(expected, rel=1e-5)}
 
 
-def test_a_layer_that_changes_the_size_of_an_output_has_an_infinite_share():
+def test_where_numbers_decide_the_size_of_an_output_what_they_are_chosen_from_is_measured():
     body = "{ r = %s (x) p = NonZero (r) t = Transpose <perm = [1, 0]> (p) y = GatherND (x, t) }"
     net = model("g (float[n, 8] x) => (float[k] y) " + body % "Relu")
     other = model("g (float[n, 8] x) => (float[k] y) " + body % "Abs")
-    assert effects(net, other, [{"x": X}], ["r", "y"]) == {"r": math.inf, "y": 0.0}
+    expected = (np.minimum(X, 0) ** 2).sum() / (np.maximum(X, 0) ** 2).sum()
+    assert effects(net, other, [{"x": X}], ["r", "y"]) == {"r": pytest.approx(expected, rel=1e-5)}
 
 
 def test_a_layer_with_which_the_reference_fails_has_no_share():
-    # The sum takes as many elements as x has positive ones.
-    body = "{ r = %s (x) p = NonZero (r) t = Transpose <perm = [1, 0]> (p) s = GatherND (x, t) y = Add (s, k) }"
-    positive = X[X > 0]
-    net = model("g (float[n, 8] x) => (float[m] y) " + body % "Relu", k=positive)
-    other = model("g (float[n, 8] x) => (float[m] y) " + body % "Abs", k=positive)
+    # What is looked up lies outside of the 64 rows.
+    body = "{ r = %s (x, c) i = Cast <to = 7> (r) y = Gather (x, i) }"
+    net = model("g (float[n, 8] x) => (float[n, 8, 8] y) " + body % "Min", c=np.float32(0.1))
+    other = model("g (float[n, 8] x) => (float[n, 8, 8] y) " + body % "Div", c=np.float32(0.001))
     assert effects(net, other, [{"x": X}], ["r"]) == {}
 
 

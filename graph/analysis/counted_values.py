@@ -1,0 +1,122 @@
+"""Values whose size depends on numbers, not on the sizes of the inputs: boxes that are found, elements that are not 0.
+
+Two models that compute alike may find 12 and 11 boxes. Such values can't be compared element by element, so the values
+that they are chosen from stand for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import onnx
+
+from layerline.graph.analysis.proto_queries import node_label
+
+# Operators whose output has a size by the numbers in these inputs.
+_SIZE_INPUTS: Mapping[str, tuple[int, ...]] = {
+    "NonZero": (0,),
+    "NonMaxSuppression": (0, 1),
+    "Unique": (0,),
+    "Compress": (1,),
+    "TopK": (1,),
+    "Slice": (1, 2),
+    "Expand": (1,),
+    "Tile": (1,),
+    "Reshape": (1,),
+    "Range": (0, 1, 2),
+    "ConstantOfShape": (0,),
+}
+# Operators whose output has the size of their first input, whatever the others are.
+_SIZE_OF_FIRST = ("ScatterND", "ScatterElements", "Scatter")
+
+
+_DECISIONS = frozenset(
+    ("And", "Or", "Xor", "Not", "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Cast", "ArgMax", "ArgMin")
+)
+_MOVES = frozenset(("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose"))
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The values of a graph whose size depends on numbers.
+
+    Attributes:
+        values: by name, the label of the node that counts.
+        outputs: those that are outputs of the graph.
+        sources: computed values that these outputs are chosen from, and are compared in their place.
+    """
+
+    values: Mapping[str, str]
+    outputs: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def note(self) -> str:
+        """Why outputs are not compared themselves, in words; empty where all are."""
+        if not self.outputs:
+            return ""
+        counting = " and ".join(dict.fromkeys(self.values[name] for name in self.outputs))
+        judged = f"judged by {', '.join(self.sources)}" if self.sources else "not judged"
+        return f"{counting} decides the size of {', '.join(self.outputs)}, so they are {judged}"
+
+
+def counted(graph: onnx.GraphProto) -> Counted:
+    """Finds them in the main graph."""
+    # Sizes and constants are the same in both models; what is computed from them alone counts nothing.
+    fixed = {tensor.name for tensor in graph.initializer} | {""}
+    values: dict[str, str] = {}
+    producers: dict[str, onnx.NodeProto] = {}
+    for node in graph.node:
+        producers.update(dict.fromkeys(node.output, node))
+        origin = _origin(node, values, fixed)
+        if origin:
+            values.update(dict.fromkeys(filter(None, node.output), origin))
+        elif node.op_type in ("Constant", "Shape", "Size") or fixed.issuperset(node.input):
+            fixed.update(node.output)
+    outputs = tuple(output.name for output in graph.output if output.name in values)
+    fed = {item.name for item in graph.input}
+    sources = dict.fromkeys(_sources(outputs, values, producers, fixed | fed))
+    return Counted(values, outputs, tuple(sources))
+
+
+def _origin(node: onnx.NodeProto, values: Mapping[str, str], fixed: Collection[str]) -> str:
+    """The label of the node that decides the size of this node's outputs; empty where the inputs' sizes do."""
+    deciding = list(node.input)
+    if node.op_type in _SIZE_OF_FIRST:
+        deciding = deciding[:1]
+    for name in deciding:
+        if name in values:
+            return values[name]
+    for index in _SIZE_INPUTS.get(node.op_type, ()):
+        if index < len(node.input) and node.input[index] not in fixed:
+            return node_label(node)
+    return ""
+
+
+def _sources(
+    wanted: Collection[str], values: Mapping[str, str], producers: Mapping[str, onnx.NodeProto], fixed: Collection[str]
+) -> Iterator[str]:
+    """The values outside of `values` that the wanted ones are computed from."""
+    waiting = list(wanted)
+    visited = set(waiting)
+    while waiting:
+        for name in producers[waiting.pop(0)].input:
+            if name in visited or name in fixed:
+                continue
+            visited.add(name)
+            if name in values or _is_decision(name, producers):
+                waiting.append(name)
+            else:
+                yield name
+
+
+def _is_decision(name: str, producers: Mapping[str, onnx.NodeProto]) -> bool:
+    """Whether a value holds truths or whole numbers that a threshold made: what is before it says more."""
+    while name in producers:
+        node = producers[name]
+        if node.op_type in _DECISIONS:
+            return True
+        if node.op_type not in _MOVES:
+            return False
+        name = node.input[0]
+    return False
