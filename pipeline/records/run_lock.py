@@ -16,7 +16,7 @@ from layerline.pipeline.files import claim, entries, own_folder, remove
 
 _PREFIX, _HELD = "layerline-", ".held"
 _JUST_MADE_S = 60
-_RUNNING, _MARKS = "running", "[0-9]*-*.lock"
+_RUNNING, _MARKS, _GATE = "running", "[0-9]*-*.lock", "gate"
 
 
 def lock(path: Path) -> FileLock:
@@ -66,11 +66,11 @@ def at_work(state: Path) -> Iterator[bool]:
         with suppress(OSError):  # a project that can't be written can't be cleaned either
             claim(state)
             own_folder(folder, state)
-            with lock(folder / "gate"):
+            with lock(folder / _GATE):
                 broken = _broken(folder)
                 for path in broken:
                     _forget(path)
-                held.callback(_forget, mark)
+                held.callback(_leave, mark)
                 held.enter_context(FileLock(mark))
         yield bool(broken)
 
@@ -86,7 +86,7 @@ def alone(state: Path) -> Iterator[bool]:
     folder = state / _RUNNING
     claim(state)
     own_folder(folder, state)
-    with lock(folder / "gate"):
+    with lock(folder / _GATE):
         for path in _broken(folder):
             _forget(path)
         yield not entries(folder, _MARKS)
@@ -95,9 +95,13 @@ def alone(state: Path) -> Iterator[bool]:
 def going_on(state: Path) -> list[Path]:
     """The file that each run going on here may keep about itself, the newest run first."""
     folder = state / _RUNNING
-    broken = _broken(folder)
-    held = [mark for mark in entries(folder, _MARKS) if mark not in broken]
-    held.sort(key=lambda mark: mark.stat().st_mtime_ns, reverse=True)
+    held: list[Path] = []
+    if folder.is_dir():
+        # Behind the gate no run removes its mark: trying the lock of a mark that has just gone would make it again.
+        with suppress(OSError), lock(folder / _GATE):
+            broken = _broken(folder)
+            held = [mark for mark in entries(folder, _MARKS) if mark not in broken]
+            held.sort(key=lambda mark: mark.stat().st_mtime_ns, reverse=True)
     return [_about(mark) for mark in held]
 
 
@@ -113,6 +117,13 @@ def _broken(folder: Path) -> list[Path]:
         with suppress(Timeout), lock(mark).acquire(timeout=0):
             broken.append(mark)
     return broken
+
+
+def _leave(mark: Path) -> None:
+    """Removes the mark of a run that has ended, while nobody looks at the marks."""
+    if mark.parent.is_dir():  # the lock would make it again
+        with suppress(OSError), lock(mark.with_name(_GATE)):
+            _forget(mark)
 
 
 def _forget(mark: Path) -> None:

@@ -39,6 +39,12 @@ def test_the_file_tells_stage_progress_and_rows(folder: Folder) -> None:
     assert not list((project.state / "running").glob("*.json")), "the end of the run removes it"
 
 
+def test_looking_leaves_nothing_behind(folder: Folder) -> None:
+    state = folder.load().state
+    assert journal.read(state) is None
+    assert not state.exists()
+
+
 def test_a_long_log_is_thinned(folder: Folder) -> None:
     project = folder.load()
     writer = Journal(project)
