@@ -151,8 +151,6 @@ def optional_input(node: ir.Node, index: int) -> ir.Value | None:
 
 def clip_bounds(clip: ir.Node) -> tuple[float | None, float | None]:
     """Both bounds of a Clip: the upper one wins where it is below the lower one; None for one that is computed."""
-    if len(clip.inputs) == 1:
-        return clip.attributes.get_float("min", -math.inf), clip.attributes.get_float("max", math.inf)
     low: float | None = -math.inf
     high: float | None = math.inf
     if optional_input(clip, 1) is not None:

@@ -65,10 +65,6 @@ def _set_open(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 @_corrects("Expand", "PRelu", "StringConcat")
 def _broadcasting(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     from_library(ctx, node)
-    if ctx.opset < 7 and "broadcast" in node.attributes:
-        # The second input is stretched along an axis that the node names.
-        ctx.set_shape(node.outputs[0], check_inputs(node, "A")[0].shape)
-        return
     shapes: list[Elements] = []
     for index, value in enumerate(node.inputs):
         shape: Elements | None = None
@@ -273,16 +269,12 @@ def takes_whole(start: Dim, end: Dim, step: Dim, size: Dim) -> bool:
 def slice_bounds(ctx: ShapeInferenceContext, node: ir.Node) -> list[Elements] | None:
     """starts, ends, axes and steps; None where one is not known."""
     bounds: list[Elements | None] = []
-    if len(node.inputs) < 3:
-        # Up to opset 9 the bounds are attributes.
-        bounds = [node.attributes.get_ints(name) for name in ("starts", "ends", "axes")]
-    else:
-        for index in range(1, 5):
-            value = optional_input(node, index)
-            bounds.append(ctx.get_symbolic_value(value))
-            if value is not None and bounds[-1] is None:
-                return None
-    starts, ends, axes, steps = (*bounds, None)[:4]
+    for index in range(1, 5):
+        value = optional_input(node, index)
+        bounds.append(ctx.get_symbolic_value(value))
+        if value is not None and bounds[-1] is None:
+            return None
+    starts, ends, axes, steps = bounds
     if starts is None or ends is None:
         return None
     return [starts, ends, axes or range(len(starts)), steps or [1] * len(starts)]
@@ -322,13 +314,6 @@ def _reshape(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     ctx.set_dtype(node.outputs[0], check_inputs(node, "data")[0].dtype)
 
 
-@_corrects("Tile")
-def _tile(ctx: ShapeInferenceContext, node: ir.Node) -> None:
-    # Up to opset 5 the second input says how often, the third along which axis.
-    if len(node.inputs) == 2:
-        from_library(ctx, node)
-
-
 @_corrects("Range")
 def _range(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     first = check_inputs(node, "start", "limit", "delta")[0]
@@ -341,7 +326,7 @@ def _range(ctx: ShapeInferenceContext, node: ir.Node) -> None:
         ctx.set_shape_and_dtype(node.outputs[0], ir.Shape([ctx.new_symbolic_dim()]), first.dtype)
 
 
-@_corrects("Resize", "Upsample")
+@_corrects("Resize")
 def _resize(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     """Runtimes multiply by the float32 scale in float32: 10 times 1.3 is 13, although the scale is below 1.3."""
     from_library(ctx, node)
@@ -352,13 +337,11 @@ def _resize(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     if output.shape is None or crops or keeps_ratio:
         _set_open(ctx, node)
         return
-    # Resize of opset 10 and Upsample have the scales second; Upsample up to opset 8 as an attribute.
-    scales = constant(node.inputs[-1])
-    if scales is None:
-        stored = node.attributes.get_floats("scales")
-        scales = np.asarray(stored or (), np.float32)
     if optional_input(node, 3) is not None:
         return
+    scales = constant(node.inputs[-1])
+    if scales is None:
+        scales = np.empty(0, np.float32)
     axes = node.attributes.get_ints("axes") or range(len(output.shape))
     if scales.size != len(axes):
         _set_open(ctx, node)

@@ -20,6 +20,7 @@ from layerline.graph.fusion.rules import RULES
 from layerline.graph.fusion.verify_rewrites import Proof, prove
 from layerline.graph.io.canonicalize import prepare
 from layerline.graph.io.ir_convert import from_ir, to_ir
+from layerline.graph.io.opset import OLDEST, opset_of
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.nearest import did_you_mean
 
@@ -71,8 +72,12 @@ def rewrite(
     limit: int | None = None,
     fold_limit: int = 1 << 20,
 ) -> Rewritten:
-    """Applies the rules without proof or check; `model` is left as it was."""
+    """Applies the rules without proof or check; `model` is left as it was. Raises StageError below opset 11."""
     original = split(model)
+    # As for import-onnx: older operators keep in attributes what the rules read from inputs.
+    if opset_of(original.model) < OLDEST:
+        what = f"the model is at opset {opset_of(original.model)}; {OLDEST} is the oldest that can be fused"
+        raise StageError(what, where="opset")
     prepared, notes = prepare(original)
     graph = to_ir(prepared)
     work = Rewriting(graph, denied=denied, limit=limit, fold_limit=fold_limit)
@@ -226,10 +231,7 @@ def guilty(
 
 
 def _first_failed(proofs: Sequence[Proof]) -> Proof | None:
-    for proof in proofs:
-        if not proof.passed:
-            return proof
-    return None
+    return next((proof for proof in proofs if not proof.passed), None)
 
 
 def _examine(model: Light, original: Light) -> tuple[str | None, list[str]]:

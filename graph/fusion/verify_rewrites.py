@@ -24,15 +24,12 @@ from layerline.graph.analysis.ir_queries import LIMITS
 from layerline.graph.analysis.proto_queries import in_order, moving
 from layerline.graph.fusion.firing import After, Firing
 from layerline.graph.io.ir_convert import store
-from layerline.graph.io.opset import opset_of
 from layerline.pipeline.errors import StageError
 
 MULTIPLE = 8.0
 """Rounding differs where operations are merged or reordered: a value may move by this many times its noise floor."""
 LEAST = 4.0
 """No floor is taken to be lower than this many rounding steps of the value's type (relative L2)."""
-REDUCES = 8
-"""The first opset for which onnxruntime has all the operators that reduce a pair."""
 _WIDE = (TensorProto.FLOAT, TensorProto.DOUBLE)
 # The distance from 1 to the next number, by element type.
 _STEP = {int(kind): epsilon for kind, (_, epsilon) in LIMITS.items()}
@@ -172,7 +169,6 @@ def prove(
     Raises:
         StageError: onnxruntime refuses the unfused model, or can't run it on a feed.
     """
-    opset = opset_of(unfused.model)
     changing = moving(unfused.model.graph)
     # Keyed by the object too: firings inside one body share what came of the node around it, which is proved once.
     constants: dict[_Key, _Comparison] = {}
@@ -183,7 +179,7 @@ def prove(
             if key in constants or key in computed:
                 continue
             kind = types.get(name, 0)
-            whole = kind not in _STEP or opset < REDUCES
+            whole = kind not in _STEP
             index = len(constants) + len(computed)
             if name in changing:
                 computed[key] = _Comparison(index, name, after, kind, whole, equal=False)

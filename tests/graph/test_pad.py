@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from layerline.pipeline.errors import StageError
 from tests.graph.fusing import normal, ops, parse, prove, reason, run
 
 SPATIAL = np.array([0, 0, 1, 2, 0, 0, 0, 1])
@@ -95,7 +96,8 @@ def test_padding_with_minus_infinity_is_maxpools_own() -> None:
     assert ops(prove(model, {"x": normal(2, 2, 6, 6)}).model) == ["MaxPool"]
 
 
-def test_old_pad_with_attributes() -> None:
+def test_operators_before_opset_11_are_refused() -> None:
     body = "p = Pad <pads = [0, 0, 1, 1, 0, 0, 1, 1]>(x) y = Conv(p, w)"
     model = parse("(float[N, 2, 6, 6] x) => (float[] y)", body, opset=10, w=normal(3, 2, 3, 3))
-    assert ops(prove(model, {"x": normal(2, 2, 6, 6)}).model) == ["Conv"]
+    with pytest.raises(StageError, match="opset 10; 11 is the oldest"):
+        prove(model, {"x": normal(2, 2, 6, 6)})

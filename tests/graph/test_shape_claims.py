@@ -17,6 +17,7 @@ from layerline.graph.analysis import shape_inference
 from layerline.graph.analysis.symbolic_sizes import sizes
 from layerline.graph.io.canonicalize import prepare
 from layerline.graph.io.ir_convert import to_ir
+from layerline.graph.io.opset import OLDEST, opset_of
 from layerline.pipeline.errors import StageError
 
 Arrays = dict[str, Any]
@@ -76,7 +77,7 @@ def test_every_claimed_size_is_the_one_that_the_runtime_computes() -> None:
     for case in cases[::STEP]:
         feeds = [dict(zip([i.name for i in case.model.graph.input], data[0], strict=True)) for data in case.data_sets]
         arrays = [isinstance(value, np.ndarray) and value.size > 0 for feed in feeds for value in feed.values()]
-        if not all(arrays) or not feeds:
+        if not all(arrays) or not feeds or opset_of(case.model) < OLDEST:
             continue
         try:
             prepared, _ = prepare(_symbolic(case.model))

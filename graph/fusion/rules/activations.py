@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -26,30 +25,14 @@ HARD_SWISH_SINCE = 14
 SOFTMAX_SINCE = 13
 # x³ in tanh's argument; Hendrycks and Gimpel, arXiv:1606.08415.
 CUBIC = 0.044715
-
-
+# Mul and Div nodes that are taken apart at most: more than a written-out function has. n squares make 2^n.
 MOST_OPENED = 16
-"""Mul and Div nodes that are taken apart at most: more than a written-out function has. A chain of n squares would have
-2^n factors."""
 # Constants are compared in the precision they are stored in.
 _CLOSE = {ir.DataType.FLOAT: 1e-6, ir.DataType.DOUBLE: 1e-6, ir.DataType.FLOAT16: 2e-3, ir.DataType.BFLOAT16: 1e-2}
 
 
-@dataclass(frozen=True)
-class Product:
-    """A number times values.
-
-    Attributes:
-        number: the product of all scalar constants in it.
-        values: the other factors.
-    """
-
-    number: float
-    values: tuple[ir.Value, ...]
-
-
-def product(value: ir.Value | None) -> Product:
-    """`value` taken apart into factors as far as Mul and Div by constants go."""
+def product(value: ir.Value | None) -> tuple[float, tuple[ir.Value, ...]]:
+    """The product of all constants in `value`, and its other factors, as far as Mul and Div by constants go."""
     number = 1.0
     values: list[ir.Value] = []
     opened = 0
@@ -57,7 +40,7 @@ def product(value: ir.Value | None) -> Product:
     while pending:
         factor = pending.pop()
         if factor is None:
-            return Product(math.nan, ())
+            return math.nan, ()
         constant = scalar(factor)
         if constant is not None:
             number *= constant
@@ -74,7 +57,7 @@ def product(value: ir.Value | None) -> Product:
             pending.append(node.inputs[0])
         else:
             pending += [node.inputs[1], node.inputs[0]]
-    return Product(number, tuple(values))
+    return number, tuple(values)
 
 
 def close(a: float | None, b: float, of: ir.Value | None) -> bool:
@@ -125,11 +108,11 @@ def gelu(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
 
 def _argument(node: ir.Node, op: str, is_inner: Callable[[ir.Value | None, ir.Value], bool]) -> ir.Value | None:
     """x, where the node is x/2 (1 + op(…)) and `is_inner` holds for what stands in the brackets."""
-    whole = product(node.outputs[0])
-    if len(whole.values) != 2 or not close(whole.number, 0.5, node.outputs[0]):
+    number, factors = product(node.outputs[0])
+    if len(factors) != 2 or not close(number, 0.5, node.outputs[0]):
         return None
     # A product has no order: either factor may be x.
-    for x, rest in (whole.values, whole.values[::-1]):
+    for x, rest in (factors, factors[::-1]):
         squashed = parent(plus(rest, 1.0), op)
         if squashed is not None and is_inner(squashed.inputs[0], x):
             return x
@@ -137,55 +120,51 @@ def _argument(node: ir.Node, op: str, is_inner: Callable[[ir.Value | None, ir.Va
 
 
 def _is_erf(inner: ir.Value | None, x: ir.Value) -> bool:
-    scaled = product(inner)
+    number, factors = product(inner)
     # erf(x / sqrt(2)), so that x/2 (1 + erf(…)) is x times the normal distribution's Φ(x).
-    return scaled.values == (x,) and close(scaled.number, math.sqrt(0.5), x)
+    return factors == (x,) and close(number, math.sqrt(0.5), x)
 
 
 def _is_tanh(inner: ir.Value | None, x: ir.Value) -> bool:
     """sqrt(2/pi) (x + 0.044715 x³), or sqrt(2/pi) x (1 + 0.044715 x²)."""
-    scaled = product(inner)
-    if not close(scaled.number, math.sqrt(2 / math.pi), x):
+    number, factors = product(inner)
+    if not close(number, math.sqrt(2 / math.pi), x):
         return False
-    if len(scaled.values) == 1:
-        total = parent(scaled.values[0], "Add")
+    if len(factors) == 1:
+        total = parent(factors[0], "Add")
         if total is None:
             return False
         a, b = total.inputs
         return (a is x and _is_power(b, x, 3)) or (b is x and _is_power(a, x, 3))
-    if len(scaled.values) == 2:
-        first, second = scaled.values
-        if first is x and _is_power(plus(second, 1.0), x, 2):
-            return True
-        return second is x and _is_power(plus(first, 1.0), x, 2)
-    return False
+    if len(factors) != 2:
+        return False
+    first, second = factors
+    return (first is x and _is_power(plus(second, 1.0), x, 2)) or (second is x and _is_power(plus(first, 1.0), x, 2))
 
 
 def _is_power(value: ir.Value | None, x: ir.Value, exponent: int) -> bool:
     """Whether `value` is 0.044715 times a power of x, as a product or by Pow."""
-    scaled = product(value)
-    if not close(scaled.number, CUBIC, x):
+    number, factors = product(value)
+    if not close(number, CUBIC, x):
         return False
-    if len(scaled.values) == exponent:
-        return all(factor is x for factor in scaled.values)
-    if len(scaled.values) != 1:
-        return False
-    power = parent(scaled.values[0], "Pow")
+    if len(factors) == exponent:
+        return all(factor is x for factor in factors)
+    power = parent(factors[0], "Pow") if len(factors) == 1 else None
     return power is not None and power.inputs[0] is x and scalar(power.inputs[1]) == exponent
 
 
 @on("hard-swish", "Mul", "Div")
 def hard_swish(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
-    whole = product(node.outputs[0])
-    gated = _gated(whole)
+    number, factors = product(node.outputs[0])
+    gated = _gated(number, factors)
     if work.opset >= HARD_SWISH_SINCE and gated is not None:
         only_within(node, gated)
         return tape.op("HardSwish", [gated])
-    if not close(whole.number, 1 / 6, node.outputs[0]) or len(whole.values) not in (1, 2):
+    if not close(number, 1 / 6, node.outputs[0]) or len(factors) not in (1, 2):
         return None
-    for index, clipped in enumerate(whole.values):
+    for index, clipped in enumerate(factors):
         x = _unclipped(clipped)
-        rest = [*whole.values[:index], *whole.values[index + 1 :]]
+        rest = [*factors[:index], *factors[index + 1 :]]
         if x is None or rest not in ([], [x]):
             continue
         only_within(node, x)
@@ -199,17 +178,16 @@ def hard_swish(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     return None
 
 
-def _gated(whole: Product) -> ir.Value | None:
+def _gated(number: float, factors: tuple[ir.Value, ...]) -> ir.Value | None:
     """x, where the product is x times its hard sigmoid."""
-    if whole.number != 1.0 or len(whole.values) != 2:
+    if number != 1.0 or len(factors) != 2:
         return None
-    for x, gate in (whole.values, whole.values[::-1]):
+    for x, gate in (factors, factors[::-1]):
         node = parent(gate, "HardSigmoid")
         if node is None or node.inputs[0] is not x:
             continue
-        slope: float = node.attributes.get_float("alpha", 0.0)
-        middle: float = node.attributes.get_float("beta", 0.0)
-        if close(slope, 1 / 6, x) and middle == 0.5:
+        # As PyTorch and HardSwish have it; ONNX's own default slope is 0.2.
+        if close(node.attributes.get_float("alpha", 0.0), 1 / 6, x) and node.attributes.get_float("beta", 0.0) == 0.5:
             return x
     return None
 
@@ -217,12 +195,8 @@ def _gated(whole: Product) -> ir.Value | None:
 def _unclipped(value: ir.Value) -> ir.Value | None:
     """x, where `value` is clip(x + 3, 0, 6)."""
     clip = parent(value, "Clip")
-    if clip is None:
-        return None
     # relu6(x + 3), as MobileNetV3 writes it (Howard et al., arXiv:1905.02244).
-    if clip_bounds(clip) != (0.0, 6.0):
-        return None
-    return plus(clip.inputs[0], 3.0)
+    return plus(clip.inputs[0], 3.0) if clip is not None and clip_bounds(clip) == (0.0, 6.0) else None
 
 
 @on("softmax", "Div")

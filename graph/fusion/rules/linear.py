@@ -80,12 +80,12 @@ def _affine(op: str, side: int, amount: Array) -> tuple[Array, Array]:
 
 
 @on("batchnorm", "BatchNormalization")
-def batchnorm(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
+def batchnorm(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     before = affine_ops.behind(node.inputs[0])
     if before is None:
         return None
     where = f"BatchNormalization {node.outputs[0].name}"
-    _refuse_training(node, work.opset, where)
+    _refuse_training(node, where)
     # Whoever else reads the layer wants it without the normalisation.
     sole(node.inputs[0], node)
     if before.axis != 1:
@@ -107,15 +107,11 @@ def batchnorm(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     return before.scaled(tape, scale, beta - mean * scale, "batchnorm")
 
 
-def _refuse_training(node: ir.Node, opset: int, where: str) -> None:
-    attributes = node.attributes
-    # Up to opset 6 training is the default.
-    if attributes.get_int("training_mode", 0) or (opset < 7 and not attributes.get_int("is_test", 0)):
+def _refuse_training(node: ir.Node, where: str) -> None:
+    if node.attributes.get_int("training_mode", 0):
         raise Declined(f"{where} is in training mode")
     if any(o.name for o in node.outputs[1:]):
         raise Declined(f"{where} gives batch statistics ({node.outputs[1].name}): it is in training mode")
-    if not attributes.get_int("spatial", 1):
-        raise Declined(f"{where} normalises every element on its own (spatial=0)")
 
 
 @on("matmul-add", "Add")

@@ -5,16 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import (
-    Array,
     constant,
     constant_tensor,
     is_random,
-    optional_input,
     parent,
     rank,
     subgraphs,
@@ -138,17 +135,11 @@ def _meaning(node: ir.Node) -> Hashable:
 
 def _exact(attribute: ir.Attr) -> str:
     """What an attribute holds, to the last bit: tensors print a few digits only."""
-    if attribute.is_ref() or attribute.type not in (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS):
-        return repr((attribute.ref_attr_name, attribute.value))
-    if attribute.type == ir.AttributeType.TENSOR:
-        tensors = [attribute.as_tensor()]
-    else:
-        tensors = list(attribute.as_tensors())
-    return repr([(tensor.dtype, tuple(tensor.shape), _content(tensor)) for tensor in tensors])
-
-
-def _content(tensor: ir.TensorProtocol) -> object:
-    return tensor.numpy().tolist() if tensor.dtype == ir.DataType.STRING else tensor.tobytes()
+    content = attribute.value
+    if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+        tensor = attribute.as_tensor()
+        content = (tensor.dtype, tuple(tensor.shape), tensor.numpy().tolist())
+    return repr((attribute.ref_attr_name, content))
 
 
 @on("identity", "Identity")
@@ -158,7 +149,7 @@ def identity(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # 
 
 @on("dropout", "Dropout")
 def dropout(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
-    if trains(node) or (work.opset < 7 and not node.attributes.get_int("is_test", 0)):
+    if trains(node):
         raise Declined(f"Dropout {node.outputs[0].name} may be in training mode")
     return node.inputs[0]
 
@@ -180,8 +171,7 @@ def transpose(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  #
 def slice_all(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     value = node.inputs[0]
     bounds = slice_bounds(Symbols(), node)
-    # Up to opset 9 the bounds are attributes, which no exporter of today writes.
-    if work.opset < 10 or value is None or value.shape is None or bounds is None:
+    if value is None or value.shape is None or bounds is None:
         return None
     for start, end, axis, step in zip(*bounds, strict=True):
         if not isinstance(axis, int) or not takes_whole(start, end, step, value.shape[axis]):
@@ -191,11 +181,7 @@ def slice_all(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  #
 
 @on("noop-pad", "Pad")
 def pad(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
-    # Up to opset 10 the amounts are an attribute.
-    if "pads" in node.attributes:
-        amounts: Array | None = np.array(node.attributes.get_ints("pads"))
-    else:
-        amounts = constant(optional_input(node, 1))
+    amounts = constant(node.inputs[1])
     if amounts is None or amounts.any():
         return None
     return node.inputs[0]

@@ -64,10 +64,9 @@ def _single(
     where = f"{node.outputs[0].name} is a {op}"
     if work.opset < since:
         raise Declined(f"{where}, which opset {work.opset} doesn't have (it comes with {since})")
-    if x is None:
-        raise Declined(f"{where} of type None; the single operator sums in float32")
-    if x.dtype != ir.DataType.FLOAT:
-        raise Declined(f"{where} of type {x.dtype}; the single operator sums in float32")
+    dtype = None if x is None else x.dtype
+    if x is None or dtype != ir.DataType.FLOAT:
+        raise Declined(f"{where} of type {dtype}; the single operator sums in float32")
     count = rank(x) or 0
     sizes = [dim(x, index) for index in range(axis, count)]
     shape = [size for size in sizes if isinstance(size, int)]
@@ -101,12 +100,6 @@ def _by_root(node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:
     return [(d, v) for d, v in pairs if d is not None and v is not None]
 
 
-def _under_root(value: ir.Value | None) -> ir.Value | None:
-    """v, where the value is sqrt(v)."""
-    root = parent(value, "Sqrt")
-    return None if root is None else root.inputs[0]
-
-
 def _under_inverse_root(value: ir.Value | None) -> ir.Value | None:
     """v, where the value is 1 / sqrt(v) in one of its spellings."""
     node = parent(value, "Reciprocal", "Pow", "Div")
@@ -119,6 +112,11 @@ def _under_inverse_root(value: ir.Value | None) -> ir.Value | None:
     if node.op_type == "Div" and scalar(node.inputs[0]) == 1.0:
         return _under_root(node.inputs[1])
     return None
+
+
+def _under_root(value: ir.Value | None) -> ir.Value | None:
+    root = parent(value, "Sqrt")
+    return None if root is None else root.inputs[0]
 
 
 def _is_square(value: ir.Value | None, d: ir.Value) -> bool:

@@ -35,8 +35,8 @@ class _Pad:
 
 
 @on("pad-conv", "Conv")
-def conv(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
-    pad = _before(node, work.opset)
+def conv(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
+    pad = _before(node)
     if pad is None:
         return None
     if pad.value != 0:
@@ -45,8 +45,8 @@ def conv(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
 
 
 @on("pad-pool", "AveragePool", "MaxPool")
-def pool(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
-    pad = _before(node, work.opset)
+def pool(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
+    pad = _before(node)
     if pad is None:
         return None
     where = f"{node.op_type} {node.outputs[0].name}"
@@ -62,8 +62,7 @@ def pool(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
         if pad.value != -math.inf and changes:
             raise Declined(f"Pad {pad.name} fills with {pad.value}, {where} with -inf, and {pad.x.name} may be below")
         return _merged(node, pad, tape, {})
-    # count_include_pad came with opset 7.
-    if pad.value != 0 or work.opset < 7:
+    if pad.value != 0:
         raise Declined(f"Pad {pad.name} fills with {pad.value}, and {where} must go on counting it")
     pads_itself = any(node.attributes.get_ints("pads", ()) or ())
     if pads_itself and not node.attributes.get_int("count_include_pad", 0):
@@ -88,14 +87,14 @@ def _at_least_zero(value: ir.Value | None, depth: int = 6) -> bool:
     return all(_at_least_zero(tensor, depth - 1) for tensor in tensors)
 
 
-def _before(node: ir.Node, opset: int) -> _Pad | None:
+def _before(node: ir.Node) -> _Pad | None:
     """The constant Pad before a node, along spatial axes only."""
     pad = parent(node.inputs[0], "Pad")
     if pad is None:
         return None
     name = pad.outputs[0].name
     count = rank(pad.inputs[0])
-    amounts, value = _amounts(pad, opset, count)
+    amounts, value = _amounts(pad, count)
     if pad.attributes.get_string("mode", "constant") != "constant":
         raise Declined(f"Pad {name} doesn't fill with a constant")
     if pad.inputs[0] is None or count is None or amounts is None or value is None:
@@ -111,15 +110,8 @@ def _before(node: ir.Node, opset: int) -> _Pad | None:
     return _Pad(pad.inputs[0], value, before[2:], after[2:], name)
 
 
-def _amounts(pad: ir.Node, opset: int, count: int | None) -> tuple[list[int] | None, float | None]:
+def _amounts(pad: ir.Node, count: int | None) -> tuple[list[int] | None, float | None]:
     """What a Pad adds at the start of every axis, then at every end, and what it fills with; None where computed."""
-    if opset < 11:
-        # Opset 1 calls the attribute "paddings".
-        for name in ("pads", "paddings"):
-            attribute = list(pad.attributes.get_ints(name, ()) or ())
-            if attribute:
-                return attribute, pad.attributes.get_float("value", 0.0)
-        return None, pad.attributes.get_float("value", 0.0)
     pads = constant(pad.inputs[1])
     value: float | None = scalar(pad.inputs[2]) if optional_input(pad, 2) is not None else 0.0
     if pads is None or count is None:

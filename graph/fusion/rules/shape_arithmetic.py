@@ -10,7 +10,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import Array, constant, name_of, optional_input, parent, rank
+from layerline.graph.analysis.ir_queries import Array, constant, name_of, parent, rank
+from layerline.graph.analysis.shape_functions import slice_bounds
 from layerline.graph.analysis.shape_inference import Symbols
 from layerline.graph.analysis.symbolic_sizes import Sizes, sizes
 from layerline.graph.fusion.firing import Declined
@@ -41,9 +42,9 @@ def fold_shapes(work: Rewriting) -> None:
 
 
 @on("reshape-target", "Reshape")
-def target(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
+def target(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """Reshape to a computed shape: 0 where a size stays in its place, -1 for the one that remains."""
-    if constant(node.inputs[1]) is not None or work.opset < 5:
+    if constant(node.inputs[1]) is not None:
         return None
     before = sizes(node.inputs[0])
     after = _requested_shape(node)
@@ -88,10 +89,10 @@ def _requested_shape(node: ir.Node) -> Sizes | None:
 
 
 @on("reshape-reshape", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
-def reshape(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
+def reshape(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """Reshape, Flatten, Squeeze or Unsqueeze of one of these: one Reshape, as all keep the order of elements."""
     inner = parent(node.inputs[0], "Reshape", "Flatten", "Squeeze", "Unsqueeze")
-    if inner is None or work.opset < 5:
+    if inner is None:
         return None
     before = sizes(inner.inputs[0])
     after = sizes(node.outputs[0])
@@ -130,10 +131,10 @@ def transpose(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  #
 
 
 @on("slice-slice", "Slice")
-def slices(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
+def slices(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """Slices along different axes, by constants."""
     inner = parent(node.inputs[0], "Slice")
-    if inner is None or work.opset < 10:
+    if inner is None:
         return None
     sole(node.inputs[0], node)
     first = _bounds(inner)
@@ -151,17 +152,15 @@ def slices(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
 
 
 def _bounds(node: ir.Node) -> list[Array] | None:
-    """starts, ends, axes (not negative) and steps as int64 vectors of one length."""
-    values = [optional_input(node, index) for index in range(1, 5)]
-    starts, ends, axes, steps = map(constant, values)
+    """starts, ends, axes (not negative) and steps as int64 vectors of one length; None where one is computed."""
     count = rank(node.inputs[0])
-    if starts is None or ends is None or count is None:
+    bounds = slice_bounds(Symbols(), node)
+    if bounds is None or count is None:
         return None
-    if values[2] is None:
-        axes = np.arange(starts.size)
-    if values[3] is None:
-        steps = np.ones(starts.size)
-    if axes is None or steps is None:
-        return None
-    axes = np.where(axes < 0, axes + count, axes)
-    return [np.asarray(bound, np.int64).reshape(-1) for bound in (starts, ends, axes, steps)]
+    vectors: list[Array] = []
+    for bound in bounds:
+        if not all(isinstance(number, int) for number in bound):
+            return None
+        vectors.append(np.array(bound, np.int64))
+    vectors[2] %= count
+    return vectors

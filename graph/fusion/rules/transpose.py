@@ -70,7 +70,7 @@ def _groups(single: Sequence[Dim], joined: Sequence[Size]) -> list[list[int]] | 
 
 
 @on("transpose-cancel", "Transpose")
-def cancel(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
+def cancel(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """A Transpose pulled up through elementwise operators, where it meets its inverse and none is left over.
 
     Every path upwards must end in a Transpose that it cancels, or in a constant; so the graph loses Transposes and
@@ -80,20 +80,25 @@ def cancel(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     inner = node.inputs[0]
     if perm is None or inner is None or not _is_elementwise(inner.producer()):
         return None
-    if _gain(inner, perm, node, DEPTH) is None:
-        return None
-    return _pulled(inner, perm, tape, work)
+    pulled = _pulled(inner, perm, node, tape, DEPTH)
+    return None if pulled is None else pulled[0]
 
 
 def _is_elementwise(node: ir.Node | None) -> bool:
     return node is not None and node.domain == "" and node.op_type in UNARY | BROADCASTING | {"Clip"}
 
 
-def _gain(value: ir.Value, perm: tuple[int, ...], reader: ir.Node, depth: int) -> int | None:
-    """How many Transposes cancel above `value`; None where one would be left over."""
+def _pulled(
+    value: ir.Value, perm: tuple[int, ...], reader: ir.Node, tape: Tape, depth: int
+) -> tuple[ir.Value, int] | None:
+    """`value` transposed by `perm`, and how many Transposes cancel for it; None where one would be left over."""
+    array = constant(value)
+    # One number that adds no axis stays as it is; a constant with every axis is turned along with the rest.
+    if array is not None and array.size == 1 and array.ndim <= len(perm):
+        return value, 0
+    if array is not None and array.ndim == len(perm):
+        return tape.initializer(ir.tensor(array.transpose(perm).copy()), f"{value.name}/transposed"), 0
     node = value.producer()
-    if _is_small(value, perm):
-        return 0
     # Another reader would need a Transpose of its own.
     if node is None or depth == 0 or any(c is not reader for c in consumers(value)) or value.is_graph_output():
         return None
@@ -103,51 +108,26 @@ def _gain(value: ir.Value, perm: tuple[int, ...], reader: ir.Node, depth: int) -
         first = permutation(node)
         if first is None or [first[axis] for axis in perm] != list(range(len(perm))):
             return None
-        return 1
+        assert node.inputs[0] is not None
+        return node.inputs[0], 1
     if not _is_elementwise(node):
         return None
+    inputs = list(node.inputs)
+    # The bounds of Clip are scalars, which have no axes to move.
+    tensors = inputs[:1] if node.op_type == "Clip" else inputs
     total = 0
-    for tensor in _tensors(node):
+    for index, tensor in enumerate(tensors):
         if tensor is None:
             continue
-        gain = _gain(tensor, perm, node, depth - 1)
-        if gain is None:
+        pulled = _pulled(tensor, perm, node, tape, depth - 1)
+        if pulled is None:
             return None
-        total += gain
+        inputs[index], cancelled = pulled
+        total += cancelled
     # Of constants alone nothing cancels.
     if total == 0:
         return None
-    return total
-
-
-def _is_small(value: ir.Value, perm: tuple[int, ...]) -> bool:
-    """A constant that can be turned along with the rest: one number that adds no axis, or one with every axis."""
-    array = constant(value)
-    return array is not None and (array.ndim == len(perm) or (array.size == 1 and array.ndim < len(perm)))
-
-
-def _tensors(node: ir.Node) -> Sequence[ir.Value | None]:
-    # The bounds of Clip are scalars, which have no axes to move.
-    return node.inputs[:1] if node.op_type == "Clip" else node.inputs
-
-
-def _pulled(value: ir.Value, perm: tuple[int, ...], tape: Tape, work: Rewriting) -> ir.Value:
-    """`value` transposed by `perm`, without a Transpose."""
-    array = constant(value)
-    if array is not None:
-        if array.size == 1:
-            return value
-        return tape.initializer(ir.tensor(array.transpose(perm).copy()), f"{value.name}/transposed")
-    node = value.producer()
-    assert node is not None
-    if node.op_type == "Transpose":
-        assert node.inputs[0] is not None
-        return node.inputs[0]
-    inputs = list(node.inputs)
-    for index, tensor in enumerate(_tensors(node)):
-        if tensor is not None:
-            inputs[index] = _pulled(tensor, perm, tape, work)
-    return tape.op(node.op_type, inputs, node.attributes)
+    return tape.op(node.op_type, inputs, node.attributes), total
 
 
 @on("transpose-gemm", "Gemm")
