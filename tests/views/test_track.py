@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from layerline import cli
 from layerline.pipeline.check import check, require_tracker
 from layerline.pipeline.errors import ConfigError, Unavailable
 from layerline.pipeline.runner import Outcome, Runner
+from layerline.views import terminal
 from layerline.views.track import Tracking
 from tests.pipeline.fakes import Folder, Listener
 
@@ -125,6 +127,40 @@ def test_a_tracker_that_fails_is_named_and_the_run_goes_on(folder: Folder, monke
     tracking.end(done)
     assert done.passed
     assert folder.listener.said == ["mlflow logs no more of this run: ConnectionError: the server has gone"]
+
+
+class Recorded:
+    """A tracker that keeps what it is given."""
+
+    opened: ClassVar[list[Recorded]] = []
+
+    def __init__(self, project: object, run_id: str) -> None:
+        self.run_id = run_id
+        self.logged: dict[str, object] = {}
+        Recorded.opened.append(self)
+
+    def figures(self, figures: dict[str, float], step: int) -> None:
+        self.logged |= figures
+
+    def texts(self, texts: dict[str, str]) -> None:
+        self.logged |= texts
+
+    def close(self, page: str, outcome: str) -> None:
+        self.logged |= {"page": page, "outcome": outcome}
+
+
+@pytest.mark.parametrize("least", [0, 9])
+def test_the_command_logs_the_run_under_its_id(least: int, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerline.views.track._TRACKERS", {"mlflow": Recorded})
+    monkeypatch.setattr("layerline.views.track.require_tracker", lambda name: None)
+    monkeypatch.setattr(Recorded, "opened", [])
+    project = folder.load("track=mlflow", f"judge.at_least={least}", "double.factor=3")
+    done = cli._watched_run(project, terminal.Silent(), None, force=False)
+    (tracker,) = Recorded.opened
+    assert done.passed == (least == 0) and tracker.run_id == done.run
+    assert tracker.logged["outcome"] == {True: "FINISHED", False: "FAILED"}[done.passed]
+    assert "Follow a layer" in str(tracker.logged["page"]) and done.run in str(tracker.logged["page"])
+    assert tracker.logged["state/source"] == "ran" and tracker.logged["setting/double.factor"] == "3"
 
 
 def test_a_run_in_which_nothing_works_is_not_logged(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
