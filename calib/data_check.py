@@ -21,15 +21,23 @@ Predict = Callable[[Mapping[str, Array]], Sequence[Array]]
 """Outputs of the model, in order, for one feed."""
 
 
-def check_calibration(look: Inspection, inputs: Sequence[Input], hooks: Sequence[str], requested: int | None) -> None:
-    """Reads two samples of the first of `hooks` that the task has; pipe.yaml asks for `requested` samples."""
+def check_calibration(
+    look: Inspection, inputs: Sequence[Input], hooks: Sequence[str], requested: int | None, *, required: bool
+) -> None:
+    """Reads two samples of the first of `hooks` that the task has; pipe.yaml asks for `requested` samples.
+
+    Args:
+        required: whether the run fails without samples.
+    """
     hook = next((hook for hook in hooks if look.task.has(hook)), None)
     if hook is None:
-        look.warn(
-            "calib_data()",
-            f"the task defines none of {', '.join(f'{h}()' for h in hooks)}, so nothing can be calibrated",
-            "define calib_data(), or use quantize.mode: fp16, which needs no data",
-        )
+        absent = f"the task defines none of {', '.join(f'{h}()' for h in hooks)}, so nothing can be calibrated"
+        hint = "define calib_data(), or use quantize.mode: fp16, which needs no data"
+        if required:
+            with look.item("calib_data()"):
+                raise TaskError(absent, hint=hint)
+        else:
+            look.warn("calib_data()", absent, hint)
         return
     with look.item(f"{hook}()"):
         source = look.task.call(hook)

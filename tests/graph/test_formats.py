@@ -14,7 +14,7 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.scales import channel_amax, in_blocks, quantize, scale_of
 from layerline.graph.quantization import convert, own_qdq, qdq, targets
 from layerline.graph.quantization.qdq_placement import Rules, place
-from layerline.stages import quantize as stage
+from layerline.pipeline.config import quantize_fields
 from tests.graph import slow_numpy
 from tests.graph.test_qdq import builds, close, f32, model, reasons, residual, run, stored, wanted
 from tests.graph.test_qdq import quantize as quantized_model
@@ -25,7 +25,10 @@ WEIGHTS = hnp.arrays(np.float32, hnp.array_shapes(min_dims=1, max_dims=3, max_si
 
 
 def test_the_modes_of_the_stage_are_the_formats():
-    assert tuple(targets.FORMATS) == stage.FORMATS
+    assert tuple(targets.FORMATS) == quantize_fields.FORMATS
+    for name, target in targets.TARGETS.items():
+        taken = set[str]().union(*target.formats.values())
+        assert set(quantize_fields.TARGETS[name]) == taken
 
 
 def test_the_numbers_of_e2m1_are_those_of_ml_dtypes():

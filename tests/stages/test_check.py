@@ -477,3 +477,27 @@ def test_a_project_that_starts_at_an_onnx_file(tmp_path: Path) -> None:
         (tmp_path / "pipe.yaml").write_text(f"import-onnx: {{{file}{text}}}\n")
         seen = [(f.item, f.seen) for f in looked_at(tmp_path).findings if f.state != "ok"]
         assert any(item == i and words in s for i, s in seen), (text, seen)
+
+
+def test_calibration_without_data_is_an_error_where_the_run_would_fail(tmp_path: Path) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Relu", ["h"], ["y"])]
+    weight = numpy_helper.from_array(np.ones((6, 2), np.float32), "w")
+    ends = [helper.make_tensor_value_info(n, 1, ["n", d]) for n, d in (("x", 6), ("y", 2))]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], [weight])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "m.onnx")
+    (tmp_path / "task.py").write_text("")
+    states = {
+        "mode: int8": "error",
+        "mode: fp8": "error",
+        "mode: fp16": None,
+        "mode: int4": None,
+        "mode: int4, repairs: [gptq]": "error",
+        "mode: int8, ops: [Conv]": "warning",  # nothing to calibrate: that there is no Conv is a finding of its own
+    }
+    for fields, state in states.items():
+        (tmp_path / "pipe.yaml").write_text(f"import-onnx: {{file: m.onnx}}\nquantize: {{{fields}}}\n")
+        findings = {finding.item: finding for finding in looked_at(tmp_path).findings}
+        assert getattr(findings.get("calib_data()"), "state", None) == state, fields
+    (tmp_path / "pipe.yaml").write_text("import-onnx: {file: m.onnx}\n")
+    [error] = [finding for finding in looked_at(tmp_path).findings if finding.state == "error"]
+    assert "defines none of calib_data()" in error.seen and "fp16" in error.hint

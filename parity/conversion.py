@@ -1,0 +1,175 @@
+"""The ways from the float model to a converted one: half precision, Q/DQ of its own, calibration, repairs, search."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from layerline.backends.base import Feed
+from layerline.backends.light import Light
+from layerline.graph.quantization import convert, layer_formats, repairs
+from layerline.graph.quantization.calibration_data import CalibrationData
+from layerline.graph.quantization.convert import Calibrated, Converted
+from layerline.graph.quantization.qdq_placement import Rules
+from layerline.graph.quantization.targets import OPS
+from layerline.parity import format_search, repair_steps, search_judge
+from layerline.parity.accuracy_budget import Evaluation
+from layerline.parity.output_sqnr import Bounds
+from layerline.parity.repair_steps import Repaired
+from layerline.pipeline.config.quantize_fields import SEARCH_DROP, QuantizeFields
+from layerline.pipeline.report import Report
+
+
+def _as_it_is(report: Report) -> Report:
+    return report
+
+
+@dataclass(frozen=True)
+class Result:
+    """What each way leaves: the converted model beside its reference, and what it adds to the report."""
+
+    converted: Converted
+    added_to: Callable[[Report], Report] = _as_it_is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """One conversion.
+
+    Attributes:
+        fields: the configuration.
+        model: the float model.
+        data: calibration and evaluation samples.
+        probes: inputs on which layers are compared.
+        evaluation: measures the task's metric.
+    """
+
+    fields: QuantizeFields
+    model: Light
+    data: CalibrationData
+    probes: list[Feed]
+    evaluation: Evaluation
+
+    def half(self) -> Result:
+        """Half precision wherever it is safe."""
+        fields = self.fields
+        greatest = convert.greatest_values(self.model, self.data, self.probes)
+        unchanged = convert.unchanged(self.model)
+        single = self._formats.single
+        return Result(convert.to_half(unchanged, greatest, fields.mode, skip=fields.skip, single=single))
+
+    def own_qdq(self) -> Result:
+        """The model with the Q/DQ that it brings."""
+        return Result(convert.with_own_qdq(self.model, self._rules))
+
+    def quantized(self) -> Result:
+        """Calibrated, with the repairs and the formats that are asked for."""
+        fields = self.fields
+        calibrated = self.calibrated(self.model)
+        if not calibrated.layers() or not (self.repairs or fields.search):
+            return Result(self.finished(calibrated)[1])
+        repaired = self.repaired(calibrated)
+        if not fields.search:
+            return Result(repaired.converted, repaired.added_to)
+        half_type = ""
+        if "rest" not in fields.model_fields_set:
+            half_type = self._formats.half_type or "fp16"
+        search = format_search.Search(
+            start=repaired,
+            make=self.maker(repaired.calibrated),
+            judge=self.judge,
+            float_format=fields.rest,
+            half_type=half_type,
+            log=self.data.log.say,
+        )
+        outcome = search.run()
+        return Result(outcome.converted, lambda report: outcome.added_to(report, self.model, fields.layers))
+
+    def calibrated(self, model: Light) -> Calibrated:
+        """Calibrates a float model: the given one, or one whose channels a repair scaled."""
+        fields = self.fields
+        return convert.calibrate(
+            model,
+            self.data,
+            self._rules,
+            calibrator=fields.calibrator,
+            percentile=fields.percentile,
+            nonfinite=fields.nonfinite,
+        )
+
+    def repaired(self, calibrated: Calibrated) -> Repaired:
+        """The model with the repairs that gain."""
+        if self.fields.repairs and self.data.hook() is None:
+            self.data.calibration()  # says that there are no samples
+        return repair_steps.run(
+            calibrated,
+            repairs.in_order(self.repairs),
+            repairer=repairs.Repairer(self.calibrated, self.data.fitting),
+            finish=self.finished,
+            judge=self.judge,
+            stop=self.fields.search,
+            log=self.data.log.say,
+        )
+
+    def finished(self, calibrated: Calibrated) -> tuple[Calibrated, Converted]:
+        """With its biases corrected, where that is wanted, and the model with all of it quantised."""
+        if self.fields.bias_correction or self.fields.search:
+            calibrated = calibrated.corrected()
+        return calibrated, self.maker(calibrated)((), ())
+
+    def maker(self, calibrated: Calibrated) -> format_search.Make:
+        """Makes the model in which further layers stay float, or are half precision."""
+        fields, formats = self.fields, self._formats
+        greatest = functools.cache(lambda: convert.greatest_values(calibrated.model, self.data, self.probes))
+
+        def make(kept: Collection[str], half: Collection[str]) -> Converted:
+            converted = calibrated.converted(dict.fromkeys(kept, f"search: in {fields.format} the budget fails"))
+            if fields.rest != "fp32":
+                return convert.to_half(converted, greatest(), fields.rest, skip=fields.skip, single=formats.single)
+            in_half = {*formats.half, *half}
+            if in_half:
+                return convert.to_half(converted, greatest(), formats.half_type or "fp16", skip=(), only=in_half)
+            return converted
+
+        return make
+
+    @property
+    def repairs(self) -> Sequence[str]:
+        """The repairs that are tried: of a search all that the format has, unless the field is set."""
+        fields = self.fields
+        if fields.search and "repairs" not in fields.model_fields_set and self.data.hook() is not None:
+            return repairs.of_format(fields.format)
+        return fields.repairs
+
+    @functools.cached_property
+    def judge(self) -> search_judge.Judge:
+        """Judges a model by the budget of the metrics or, without one, by the outputs."""
+        budget = self.fields.budget or SEARCH_DROP
+        return search_judge.judge(self.evaluation, self.data, self.probes, budget, self.bounds)
+
+    @property
+    def bounds(self) -> Bounds:
+        """What every output must have."""
+        return Bounds(self.fields.least_db, self.fields.min_cosine)
+
+    @functools.cached_property
+    def _formats(self) -> layer_formats.LayerFormats:
+        return layer_formats.resolve(self.model, self.fields.layers)
+
+    @functools.cached_property
+    def _rules(self) -> Rules:
+        fields, formats = self.fields, self._formats
+        return Rules(
+            target=fields.target,
+            format=fields.format,
+            formats=formats.quantized,
+            ops=OPS if fields.ops is None else fields.ops,
+            skip=fields.skip,
+            per_channel=fields.per_channel,
+            attention=fields.attention,
+            int4_block=fields.block_size,
+            dynamic=fields.dynamic,
+            keep=formats.kept,
+            forced=formats.quantized,
+        )

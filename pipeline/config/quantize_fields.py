@@ -1,0 +1,211 @@
+"""The fields of quantize, what is checked of them before anything runs, and what they mean together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+
+from layerline.pipeline.config.budgets import MaxDrop
+from layerline.pipeline.config.qat_options import QatOptions
+from layerline.pipeline.report import RESCALED
+from layerline.pipeline.stage import Stage
+
+FORMATS = ("int8", "fp8", "int4", "nvfp4")
+"""The modes that quantise: the formats of graph/quantization/targets.py."""
+TARGETS: Mapping[str, tuple[str, ...]] = {
+    "tensorrt": FORMATS,
+    "onnxruntime": ("int8", "int4"),
+    "openvino": ("int8", "int4"),
+}
+"""The formats that any operator of a target takes; graph/quantization/targets.py has those of each operator."""
+SEARCH_DROP, SEARCH_DB = "0.5%", 25.0
+"""The budget of a search where pipe.yaml sets none."""
+
+
+class QuantizeFields(Stage):
+    """The configuration of quantize."""
+
+    mode: Literal["int8", "fp8", "int4", "nvfp4", "qat", "fp16", "bf16", "none"] = "int8"
+    """int8: Q/DQ around layers with weights. fp8: the same in float8 e4m3, for compute capability 8.9 and later. int4,
+    nvfp4: weights of Gemm and MatMul alone, in blocks; nvfp4 for 10.0 and later. qat: int8 or fp8, with
+    weights and scales trained under fake quantisation. fp16, bf16: half precision wherever it is safe. none: passed on
+    as is."""
+    target: Literal["tensorrt", "onnxruntime", "openvino"] = "tensorrt"
+    """The runtime whose rules say which layers are quantised, and how. The engine stage takes tensorrt alone."""
+    rest: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """In modes that quantise, the type of what stays float: TensorRT runs it as it is written."""
+    calibrator: Literal["auto", "entropy", "percentile", "minmax", "mse"] = "auto"
+    """How the clipping threshold is chosen. auto tries the four others on a few samples and takes, for each value, the
+    one with the smallest error at the layers that read it; a layer that keeps less than 10 dB with each of them stays
+    float. Where the outputs keep clearly more with one calibrator for all values, that one is taken. Softmax, Sigmoid
+    and Clip have known bounds and use these. Choices are judged on calibration samples that are held out of the ranges:
+    of eight and more, a quarter. fp8 takes the greatest value, or the percentile where that is set."""
+    percentile: float = Field(default=99.99, gt=0, le=100)
+    """For calibrator percentile: per cent of the non-zero values that stay inside the range."""
+    samples: PositiveInt = 512
+    """Calibration samples at most."""
+    selection: Literal["even", "stratified", "coverage"] = "even"
+    """Which samples calibrate. even: spread evenly over the data. stratified: the same number of each `slice`, or else
+    of each label, and rare ones whole. coverage: of eight times as many, those whose activations differ most; these are
+    extremes, so take it for rare inputs that must not be clipped."""
+    stop_early: PositiveFloat | None = None
+    """Stop calibrating when the samples doubled twice and no range moved by more than this, in per cent. The report
+    shows how ranges move."""
+    batch_size: PositiveInt = 16
+    """Samples a run, where the data does not come in batches; more takes more memory."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What a NaN or Inf in calibration does: stop and name it, or leave it out of the range and say so."""
+    per_channel: bool = True
+    """One scale for each output channel of a weight."""
+    bias_correction: bool = False
+    """In mode int8 or fp8, take what quantisation adds to a channel on average off the bias of its layer, if the
+    outputs gain on held-out samples; the report says how much."""
+    repairs: tuple[Literal["equalize", "smooth", "awq", "adaround", "gptq"], ...] = ()
+    """In modes that quantise, what is tried before any training to lose less; each stays where the outputs gain on
+    samples that it was not fitted on, which takes eight calibration samples at least. For int8 layers: equalize:
+    channels that share a scale are evened out between layers with at most a Relu in between; in float that changes
+    roundings alone. smooth: the same behind normalisations (SmoothQuant). adaround: ranges of weights, and whether each
+    is rounded up or down, by the error of their layer's output. For int4 and nvfp4 layers: awq: inputs of large
+    magnitude are scaled down, and their weights up, by the error of the layers' outputs. gptq: weights are rounded one
+    input after another, and those that follow make up for the error."""
+    attention: bool = False
+    """Also quantise matrix products of two activations."""
+    ops: tuple[str, ...] | None = None
+    """Operators to quantise; all that have a rule when left out."""
+    skip: tuple[str, ...] = ()
+    """What stays float32: value or node names, module paths with everything below them, or globs."""
+    layers: dict[str, Literal["int8", "fp8", "int4", "nvfp4", "fp16", "bf16", "fp32", "skip"]] = Field(
+        default_factory=dict
+    )
+    """The format of single layers, by the name of a module with everything below it, of a value that the layer
+    computes, of its weight or of its node, or by a glob: `{"encoder.*.fc2": fp16, head: skip}`. skip is fp32; int8,
+    fp8, int4 and nvfp4 also hold where skip or auto would keep the layer float. Of several patterns the last
+    decides."""
+    block_size: Literal[16, 32, 64, 128] = 32
+    """Numbers of an int4 weight that share a scale; nvfp4 always has 16."""
+    dynamic: bool = False
+    """Layers in nvfp4 also read activations in nvfp4, quantised in blocks while running. Only TensorRT runs that; its
+    operator stands in the model."""
+    max_drop: MaxDrop | None = None
+    """Greatest loss of any metric that passes, in the metric's own units; `0.5%` is that part of the float model's
+    value. Or by metric: `{accuracy: 0.5%, mse: {rise: 5%}}`, and the others are only shown. Judged by the point
+    estimate on eval_data(), beside which its 95 % interval is shown."""
+    min_db: float = Field(default=10.0)
+    """Least SQNR of an output, in dB over samples of eval_data(), else of calibration, that passes where no metric was
+    measured; 25 with search. Below 20 dB a warning is given in any case."""
+    min_cosine: float | None = Field(default=None, ge=-1, le=1)
+    """Least cosine between an output and the float model's, where no metric was measured."""
+    search: bool = False
+    """In modes that quantise, find the cheapest formats that keep max_drop (0.5% of each metric, if it is not set), or
+    min_db without a metric: layers that the budget needs stay float, in fp16 where that holds too and `rest` is not
+    set. Tries bias_correction and repairs before (all for the mode, if repairs is not set). `pipe tune` sets it."""
+
+    qat: QatOptions | None = None
+    """For mode qat, how it trains."""
+
+    @field_validator("target")
+    @classmethod
+    def _check_target(cls, target: str, info: ValidationInfo) -> str:
+        mode = info.data.get("mode", "int8")
+        if mode == "qat" and target != "tensorrt":
+            raise ValueError("expected tensorrt with mode qat")
+        if mode in FORMATS and mode not in TARGETS[target]:
+            raise ValueError(f"expected a target that takes {mode}; {target} takes {', '.join(TARGETS[target])}")
+        return target
+
+    @field_validator("block_size")
+    @classmethod
+    def _check_block_size(cls, size: int, info: ValidationInfo) -> int:
+        if "int4" not in (info.data.get("mode", "int8"), *info.data.get("layers", {}).values()):
+            raise ValueError("expected int4 as the mode or in layers with it")
+        return size
+
+    @field_validator("dynamic")
+    @classmethod
+    def _check_dynamic(cls, dynamic: bool, info: ValidationInfo) -> bool:
+        if dynamic and "nvfp4" not in (info.data.get("mode", "int8"), *info.data.get("layers", {}).values()):
+            raise ValueError("expected nvfp4 as the mode or in layers with it")
+        return dynamic
+
+    @field_validator("qat")
+    @classmethod
+    def _check_qat(cls, qat: QatOptions | None, info: ValidationInfo) -> QatOptions | None:
+        if info.data.get("mode") != "qat" and qat is not None:
+            raise ValueError("expected mode: qat with it")
+        return qat
+
+    @field_validator("bias_correction")
+    @classmethod
+    def _check_correction(cls, correction: bool, info: ValidationInfo) -> bool:
+        mode = info.data.get("mode", "int8")
+        if correction and mode == "qat":
+            raise ValueError("expected false in mode qat, where training moves the biases")
+        if correction and mode not in FORMATS:
+            raise ValueError(f"expected mode: {' or '.join(FORMATS)} with it")
+        return correction
+
+    @field_validator("repairs")
+    @classmethod
+    def _check_repairs(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if names and info.data.get("mode", "int8") not in (*FORMATS, "qat"):
+            raise ValueError(f"expected mode: {' or '.join((*FORMATS, 'qat'))} with it")
+        return names
+
+    @field_validator("search")
+    @classmethod
+    def _check_search(cls, search: bool, info: ValidationInfo) -> bool:
+        if search and info.data.get("mode", "int8") not in FORMATS:
+            raise ValueError(f"expected mode: {' or '.join(FORMATS)} with it")
+        return search
+
+    @field_validator("skip")
+    @classmethod
+    def _name_originals(cls, skip: tuple[str, ...]) -> tuple[str, ...]:
+        """A report names a value that a repair scaled otherwise than the float model does."""
+        return tuple(pattern.removesuffix(RESCALED) for pattern in skip)
+
+    @field_validator("layers")
+    @classmethod
+    def _check_layers(cls, layers: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        """Refuses formats that the mode does not have, and two half types in one model."""
+        mode, rest = info.data.get("mode", "int8"), info.data.get("rest", "fp32")
+        allowed = {"fp16", "bf16", "fp32", "skip"}
+        if mode == "qat":
+            allowed |= {"int8", "fp8"}
+        elif mode in FORMATS:
+            allowed |= set(TARGETS[info.data.get("target", "tensorrt")])
+        else:
+            allowed = {mode, "fp32", "skip"}
+        for pattern, wanted in layers.items():
+            if mode == "none" or wanted not in allowed:
+                raise ValueError(f"expected a format that mode {mode} has for {pattern}")
+        half_types = {wanted for wanted in (*layers.values(), rest) if wanted in ("fp16", "bf16")}
+        if len(half_types) > 1:
+            raise ValueError("expected one half type, fp16 or bf16, in layers and rest together")
+        return {pattern.removesuffix(RESCALED): wanted for pattern, wanted in layers.items()}
+
+    @property
+    def format(self) -> str:
+        """The mode, or the format that it trains."""
+        return self.training.format if self.mode == "qat" else self.mode
+
+    @property
+    def training(self) -> QatOptions:
+        """How mode qat trains."""
+        return self.qat or QatOptions()
+
+    @property
+    def budget(self) -> MaxDrop | None:
+        """The budget of the metrics; that of a search where none is set."""
+        if self.search and self.max_drop is None:
+            return SEARCH_DROP
+        return self.max_drop
+
+    @property
+    def least_db(self) -> float:
+        """The least SQNR of an output; that of a search where none is set."""
+        if self.search and "min_db" not in self.model_fields_set:
+            return SEARCH_DB
+        return self.min_db
