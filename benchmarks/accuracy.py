@@ -361,7 +361,7 @@ def peer(tool: str, python: str, folder: Path, source: Path, outputs: Outputs, f
         command.append("--batched")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        return {"failed": "; ".join(done.stderr.strip().splitlines()[-2:])[-400:]}
+        return {"failed": done.stderr.strip().splitlines()[-1][:400]}
     try:
         figures: dict[str, Any] = outputs.figures(result)
     except Exception as error:  # noqa: BLE001 - a file that does not run is a line of the table, whatever is wrong
