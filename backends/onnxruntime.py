@@ -46,7 +46,10 @@ class OnnxRuntime:
         defaults: bool = False,
         config: Mapping[str, str] | None = None,
     ) -> None:
-        self.threads, self.few_runs, self.defaults, self.config = threads, few_runs, defaults, config or {}
+        self.threads = threads
+        self.few_runs = few_runs
+        self.defaults = defaults
+        self.config = config or {}
 
     def unavailable_reason(self) -> str | None:
         return not_installed("onnxruntime", "onnxruntime-gpu")

@@ -40,12 +40,7 @@ class Torch:
 
 
 class TorchSession:
-    """An exported program.
-
-    Args:
-        program: torch's ExportedProgram.
-        taps: fx nodes whose tensors are returned beside the outputs; names of no such node are left out.
-    """
+    """torch's ExportedProgram; `taps` are fx nodes to return beside the outputs, names of no such node are left out."""
 
     def __init__(self, program: Any, taps: Sequence[str] = ()) -> None:
         signature = program.graph_signature
@@ -74,13 +69,17 @@ class TorchSession:
     def _arguments(self, feed: Feed) -> list[Any]:
         import torch
 
-        def argument(name: str) -> Any:
-            if name in feed:
-                return torch.from_numpy(np.array(feed[name]))
-            if name in self._constants:
-                return self._program.constants[self._constants[name]]
-            stored = self._stored[name]
-            # Buffers that no state dict carries are kept among the constants.
-            return self._program.state_dict.get(stored, self._program.constants.get(stored))
-
-        return [argument(n.name) for n in self._program.graph.nodes if n.op == "placeholder"]
+        constants = self._program.constants
+        arguments: list[Any] = []
+        for node in self._program.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            if node.name in feed:
+                arguments.append(torch.from_numpy(np.array(feed[node.name])))
+            elif node.name in self._constants:
+                arguments.append(constants[self._constants[node.name]])
+            else:
+                # Buffers that no state dict carries are kept among the constants.
+                stored = self._stored[node.name]
+                arguments.append(self._program.state_dict.get(stored, constants.get(stored)))
+        return arguments

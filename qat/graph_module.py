@@ -177,7 +177,7 @@ class GraphModule(nn.Module):
         goes_on = condition is None or bool(condition)
         passes = 0
         while goes_on and (limit is None or passes < int(limit)):
-            counted = torch.tensor(passes, device=self._device(values))
+            counted = torch.tensor(passes, device=next(iter(values.values())).device)
             going, *results = self._in_body(body, values, (counted, torch.ones_like(counted).bool(), *carried))
             # Without a first condition ONNX ignores what the body says.
             goes_on = condition is None or bool(going)
@@ -188,10 +188,6 @@ class GraphModule(nn.Module):
         if columns and not passes:
             raise _no_gradient("Loop without a pass", step.name)
         return (*carried, *(torch.stack(column) for column in columns))
-
-    @staticmethod
-    def _device(values: Mapping[str, Tensor]) -> torch.device:
-        return next(iter(values.values())).device
 
     def scales(self) -> dict[tuple[str, str], np.ndarray[Any, np.dtype[np.float32]]]:
         """The present scales of each fake-quantised value, by its name and the type that it is quantised to."""

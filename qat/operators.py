@@ -52,10 +52,6 @@ def _batch_norm(attrs: Attrs, x: Tensor, scale: Tensor, bias: Tensor, mean: Tens
     return F.batch_norm(x, mean.detach(), variance.detach(), scale, bias, False, 0.0, attrs.get("epsilon", 1e-5))
 
 
-def _instance_norm(attrs: Attrs, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    return F.instance_norm(x, None, None, scale, bias, True, 0.0, attrs.get("epsilon", 1e-5))
-
-
 def _layer_norm(attrs: Attrs, x: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     if attrs[OUTPUTS] > 1:
         raise NotImplementedError("mean and deviation of LayerNormalization")
@@ -88,18 +84,6 @@ def _clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> T
     if low is None and high is None:
         return x
     return torch.clamp(x, low, high)
-
-
-def _hard_sigmoid(attrs: Attrs, x: Tensor) -> Tensor:
-    return torch.clamp(x * attrs.get("alpha", 0.2) + attrs.get("beta", 0.5), 0.0, 1.0)
-
-
-def _prelu(x: Tensor, slope: Tensor) -> Tensor:
-    return torch.where(x < 0, x * slope, x)
-
-
-def _pow(x: Tensor, exponent: Tensor) -> Tensor:
-    return torch.pow(x, exponent).to(x.dtype)
 
 
 def _div(a: Tensor, b: Tensor) -> Tensor:
@@ -135,10 +119,8 @@ def _reshape(attrs: Attrs, x: Tensor, shape: Tensor) -> Tensor:
 
 
 def _flatten(attrs: Attrs, x: Tensor) -> Tensor:
-    axis = attrs.get("axis", 1)
-    if axis < 0:
-        axis += x.ndim
-    return x.reshape(math.prod(x.shape[:axis]), -1)
+    # A slice counts a negative axis from the end, as ONNX does.
+    return x.reshape(math.prod(x.shape[: attrs.get("axis", 1)]), -1)
 
 
 def _transpose(attrs: Attrs, x: Tensor) -> Tensor:
@@ -263,7 +245,8 @@ PLAIN: Mapping[str, Operator] = {
     "Max": lambda *inputs: reduce(torch.maximum, inputs),
     "Mean": lambda *inputs: reduce(torch.add, inputs) / len(inputs),
     "Min": lambda *inputs: reduce(torch.minimum, inputs), "Mish": F.mish, "Mul": torch.mul, "Neg": torch.neg,
-    "Not": torch.logical_not, "Or": torch.logical_or, "PRelu": _prelu, "Pow": _pow, "Reciprocal": torch.reciprocal,
+    "Not": torch.logical_not, "Or": torch.logical_or, "PRelu": lambda x, slope: torch.where(x < 0, x * slope, x),
+    "Pow": lambda x, exponent: torch.pow(x, exponent).to(x.dtype), "Reciprocal": torch.reciprocal,
     "Relu": torch.relu, "Round": torch.round, "Sigmoid": torch.sigmoid, "Sign": torch.sign, "Sin": torch.sin,
     "Slice": _slice,
     "Softplus": F.softplus, "Softsign": F.softsign, "Sqrt": torch.sqrt, "Sub": torch.sub,
@@ -282,8 +265,11 @@ TABLE: Mapping[str, Operator] = {
     "Elu": lambda attrs, x: F.elu(x, attrs.get("alpha", 1.0)), "Flatten": _flatten, "Gather": _gather,
     "GatherElements": _gather_elements,
     "Gelu": lambda attrs, x: F.gelu(x, approximate=attrs.get("approximate", "none")), "Gemm": _gemm,
-    "GRU": recurrent.gru, "GroupNormalization": _group_norm, "HardSigmoid": _hard_sigmoid,
-    "InstanceNormalization": _instance_norm, "LayerNormalization": _layer_norm,
+    "GRU": recurrent.gru, "GroupNormalization": _group_norm,
+    "HardSigmoid": lambda attrs, x: (x * attrs.get("alpha", 0.2) + attrs.get("beta", 0.5)).clamp(0.0, 1.0),
+    "InstanceNormalization": lambda attrs, x, scale, bias: F.instance_norm(
+        x, None, None, scale, bias, use_input_stats=True, eps=attrs.get("epsilon", 1e-5)),
+    "LayerNormalization": _layer_norm,
     "LSTM": recurrent.lstm,
     "LeakyRelu": lambda attrs, x: F.leaky_relu(x, attrs.get("alpha", 0.01)), "LogSoftmax": _softmax(torch.log_softmax),
     "MaxPool": windows.max_pool, "Pad": _pad, "RMSNormalization": _rms_norm, "RNN": recurrent.rnn,

@@ -24,12 +24,9 @@ FLOAT = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class OnnxNames:
-    """The names that the ONNX file gives to values, nodes and modules.
+    """What the ONNX file says: the node behind each value, module paths by node name, and declared shapes of values.
 
-    Attributes:
-        values: the node behind each value, by value name.
-        modules: module path by node name. Unnamed nodes have the name that TensorRT's parser gives them.
-        shapes: dimensions of a value as declared, "?" where they have no name.
+    Unnamed nodes have the name that TensorRT's parser gives them. In shapes, "?" stands for a size without a name.
     """
 
     values: Mapping[str, onnx.NodeProto]
@@ -54,13 +51,7 @@ def names(model: onnx.ModelProto) -> OnnxNames:
 
 
 def engine_json(built: Built, profiles: Sequence[Profile], **facts: Any) -> dict[str, Any]:
-    """The content of engine.json. Builds of the same model on the same kind of machine give the same content.
-
-    Args:
-        built: the engine and its layers.
-        profiles: the profiles that it was built with.
-        facts: further entries (runtime, why it was chosen, device, sizes).
-    """
+    """The content of engine.json, with further `facts`. The same model gives the same content on machines of a kind."""
     return {
         **facts,
         "version": built.version,
@@ -115,12 +106,7 @@ def diffs(layers: Sequence[Layer], onnx_names: OnnxNames) -> tuple[LayerDiff, ..
 
 
 def in_words(built: Built, narrowed: Sequence[str] = ()) -> list[str]:
-    """Notes about an engine: which types it computes in, and what is unusual about it.
-
-    Args:
-        built: the engine and its layers.
-        narrowed: names of the float64 values, which the engine holds in float32.
-    """
+    """Notes about an engine: which types it computes in, and what is unusual; `narrowed` are float64 in the model."""
     counts = compute_precisions(built.layers)
     precisions = ", ".join(f"{n} in {precision}" for precision, n in counts.items()) or "none"
     computing = [layer for layer in built.layers if layer.type in COMPUTE]

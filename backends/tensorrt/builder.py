@@ -42,14 +42,9 @@ _MEMORY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A finished build.
+    """A finished build: the engine, TensorRT's version, and the network as parsed (-1 stands for a dynamic size).
 
     Attributes:
-        plan: the serialised engine.
-        version: of the TensorRT that built it.
-        layers: of the network as parsed.
-        inputs: of the network; -1 stands for a dynamic size.
-        outputs: of the network.
         targets: compute capabilities it was built for; empty where the runtime's own choice was left.
         memory: bytes that the builder says it needs, by purpose.
         warnings: what the builder warned of, with how often.

@@ -26,17 +26,9 @@ _NAMELESS = re.compile(r"#|\b(unk|num)__\d+\b")
 
 
 def examine(model: onnx.ModelProto, targets: Sequence[str] = ()) -> tuple[str, ...]:
-    """Refuses a model that TensorRT can't build.
+    """Refuses, by a StageError about the first reason, a model that TensorRT can't build for compute capabilities.
 
-    Args:
-        model: the model.
-        targets: compute capabilities that it is built for, such as "8.9".
-
-    Returns:
-        Names of the float64 values. The engine takes, computes and returns them in float32.
-
-    Raises:
-        StageError: about the first refusal; says how many more there are and where.
+    Returns the names of the float64 values: the engine takes, computes and returns them in float32.
     """
     graph = inferred(model)
     refused = (*_refusals(graph), *_unsupported(graph, targets))

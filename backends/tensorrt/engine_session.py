@@ -17,13 +17,7 @@ from layerline.pipeline.errors import StageError
 
 
 class EngineSession:
-    """An engine with its execution context. Not run on a device yet.
-
-    Args:
-        engine: TensorRT's ICudaEngine.
-        memory: the device it lives on.
-        keep: what must live as long as the engine (its runtime).
-    """
+    """TensorRT's ICudaEngine with its execution context; `keep` must live as long as the engine (its runtime)."""
 
     def __init__(self, engine: Any, memory: Device, keep: Any = None) -> None:
         self._engine, self._memory, self._keep = engine, memory, keep
@@ -55,7 +49,7 @@ class EngineSession:
             return self._execute(memory)
 
     def _execute(self, memory: Device) -> dict[str, Array]:
-        places = {}
+        places: dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]] = {}
         for name in self.outputs:
             shape = tuple(self._context.get_tensor_shape(name))
             if any(d < 0 for d in shape):

@@ -30,12 +30,10 @@ class Layer:
     """One layer of the network, before the builder fuses anything.
 
     Attributes:
-        name: TensorRT's name of it.
         type: TensorRT's name of the kind (CONVOLUTION).
         precision: the type it computes in. For a convolution or matrix product whose operands are both dequantised,
             that is the type they were stored in; for any other layer, the type of its output.
         reads: names of its input tensors.
-        outputs: its output tensors.
         node: name of the ONNX node it came from; empty for helpers of the parser.
     """
 

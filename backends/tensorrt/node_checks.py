@@ -74,7 +74,7 @@ def _float64(site: NodeSite) -> Iterator[Refusal]:
             continue
         lost = np.isfinite(wide) & (np.abs(wide) > np.finfo(np.float32).max)
         if lost.any():
-            what = f"it holds {wide.ravel()[int(np.argmax(lost))]}, infinity in float32; TensorRT has no float64"
+            what = f"it holds {wide[lost][0]}, infinity in float32; TensorRT has no float64"
             yield site.refuse(value, what, "scale it down in the model")
 
 
@@ -136,7 +136,7 @@ def _indices(site: NodeSite) -> Iterator[Refusal]:
             limit, bound = size, f"the axis has {size} elements"
     outside = (numbers >= limit) | (numbers < -limit)
     if outside.any():
-        what = f"the index {numbers.ravel()[int(np.argmax(outside))]} is out of range: {bound}"
+        what = f"the index {numbers[outside][0]} is out of range: {bound}"
         yield site.refuse(node.inputs[position], what, "correct the index in the model")
 
 
@@ -167,8 +167,7 @@ def _zero_point(site: NodeSite, stored: ir.Value | None) -> Iterator[Refusal]:
         return
     nonzero = numbers.astype(np.float32) != 0
     if nonzero.any():
-        first = numbers.ravel()[int(np.argmax(nonzero))]
-        what = f"its zero point is {first}; TensorRT takes symmetric quantisation, zero point 0"
+        what = f"its zero point is {numbers[nonzero][0]}; TensorRT takes symmetric quantisation, zero point 0"
         yield site.refuse(stored, what, "quantise symmetrically to int8")
 
 
@@ -180,7 +179,7 @@ def _scale(site: NodeSite, data: ir.Value | None) -> Iterator[Refusal]:
     wide = numbers.astype(np.float32)
     bad = ~(np.isfinite(wide) & (wide > 0))
     if bad.any():
-        what = f"the scale is {wide.ravel()[int(np.argmax(bad))]}; expected a finite number above 0"
+        what = f"the scale is {wide[bad][0]}; expected a finite number above 0"
         yield site.refuse(scale, what, "calibrate this tensor again; a constant tensor needs any scale above 0")
     if wide.size > 1 and not is_foldable(data):
         what = f"it is an activation with {wide.size} scales; TensorRT quantises activations per tensor"

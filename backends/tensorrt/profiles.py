@@ -41,9 +41,6 @@ class ShapeRange:
     def sizes(self, axis: int) -> Sizes:
         return Sizes(self.min[axis], self.opt[axis], self.max[axis])
 
-    def admits(self, shape: Shape) -> bool:
-        return self.excess(shape) == 0
-
     def excess(self, shape: Shape) -> float:
         """How far a shape lies outside the range, summed over the axes; inf for another rank."""
         if len(shape) != len(self.min):
@@ -120,7 +117,7 @@ def choose(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int:
     if fitting:
         return min(fitting, key=lambda i: sum(limits.from_opt(shapes[name]) for name, limits in profiles[i].items()))
     nearest = min(range(len(profiles)), key=lambda i: _excess(profiles[i], shapes))
-    refused = next(name for name, limits in profiles[nearest].items() if not limits.admits(shapes[name]))
+    refused = next(name for name, limits in profiles[nearest].items() if limits.excess(shapes[name]))
     limits = profiles[nearest][refused]
     raise StageError(
         f"the shape {_text(shapes[refused])} fits no profile of the engine; the nearest is profile {nearest} of "

@@ -18,14 +18,7 @@ from layerline.pipeline.errors import StageError
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason why a model can't be built.
-
-    Attributes:
-        tensor: name of the tensor it is about.
-        where: tensor and node, with the module path where there is one.
-        what: what the model has and what was expected.
-        hint: what to change.
-    """
+    """A reason why a model can't be built: the tensor's name, then the fields of a PipeError."""
 
     tensor: str
     where: str

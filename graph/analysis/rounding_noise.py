@@ -18,18 +18,8 @@ from layerline.graph.analysis.proto_queries import stored
 # Operators whose stored floats are weights. Elsewhere a float may be a size (Resize scales), a bound or a switch, where
 # one rounding step more is another program and not noise.
 _WEIGHTED = frozenset(
-    {"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "Sub", "Mul", "Div", "BatchNormalization"}
-    | {
-        "InstanceNormalization",
-        "LayerNormalization",
-        "GroupNormalization",
-        "RMSNormalization",
-        "PRelu",
-        "LSTM",
-        "GRU",
-        "RNN",
-        "Gather",
-    }
+    {"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "Sub", "Mul", "Div", "PRelu", "LSTM", "GRU", "RNN", "Gather"}
+    | {"BatchNormalization", "InstanceNormalization", "LayerNormalization", "GroupNormalization", "RMSNormalization"}
 )
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16)
 _SHIFTED = "layerline rounding step of "
@@ -50,8 +40,7 @@ def perturbed(model: Model, seed: int = 0) -> Light:
     for name, tensor in stored(graph):
         if tensor.data_type in _FLOATS and readers.get(name, set()) <= _WEIGHTED:
             # The name of a Constant's tensor is not that of its value.
-            tensor_name = tensor.name
-            tensor.CopyFrom(numpy_helper.from_array(_step(numpy_helper.to_array(tensor), rng), tensor_name))
+            tensor.CopyFrom(numpy_helper.from_array(_step(numpy_helper.to_array(tensor), rng), tensor.name))
     for index, (name, weight) in enumerate(out.weights.items()):
         if weight.dtype in _FLOATS and readers.get(name, set()) <= _WEIGHTED:
             moved = partial(_moved, weight, (seed, index))

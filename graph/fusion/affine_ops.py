@@ -20,7 +20,6 @@ class Linear:
     """A node y = W x + b with constant W and b.
 
     Attributes:
-        node: the node.
         weight: W as stored.
         bias: b per output channel, with Gemm's beta applied; zeros where the node has none.
         rank: dimensions of y.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cache
 from typing import TypeAlias
 
 import onnx
@@ -58,10 +59,10 @@ class Rewriting:
         self._inferred = -1
         # Inference may know less of a body's ends than the file says; `finish` falls back on these.
         self._body_inputs: list[tuple[ir.Value, ir.Shape | None]] = []
-        self._body_outputs: dict[str, ir.Shape | None] = {}
+        self._body_outputs: dict[str | None, ir.Shape | None] = {}
         for body in self._bodies():
             self._body_inputs += [(value, value.shape) for value in body.inputs]
-            self._body_outputs.update((value.name, value.shape) for value in body.outputs if value.name)
+            self._body_outputs.update((value.name, value.shape) for value in body.outputs)
         # Read before the first inference overwrites them.
         self._declared_shapes = shape_inference.declared(model)
         self.unfused_names = {value.name for value in graph_values(model.graph) if value.name}
@@ -113,7 +114,7 @@ class Rewriting:
             value.shape = value.shape or declared_shape
         for body in self._bodies():
             for output in body.outputs:
-                output.shape = output.shape or self._body_outputs.get(output.name or "")
+                output.shape = output.shape or self._body_outputs.get(output.name)
         for graph in self.model.graphs():
             for value in graph_values(graph):
                 if value.shape is not None and not value.shape.is_static():
@@ -131,7 +132,7 @@ class Rewriting:
                 clash = shape_inference.clash(node.outputs[0], new, tape.nodes, self.model)
                 if clash:
                     raise Declined(clash)
-                fired = self.fire(rule, node.outputs[0], new, tape)
+                fired = self.swap(rule, [(node.outputs[0], new)], tape.nodes, tape.initializers)
         except Declined as declined:
             self.decline(rule, node.outputs[0], str(declined))
         if not fired:
@@ -162,10 +163,6 @@ class Rewriting:
             return False
         return self._site(rule, value) not in self.denied
 
-    def fire(self, rule: str, old: ir.Value, new: ir.Value, tape: Tape) -> bool:
-        """Replaces `old`, an output of a node, by `new` and prunes what nothing reads any more; may raise Declined."""
-        return self.swap(rule, [(old, new)], tape.nodes, tape.initializers)
-
     def swap(
         self,
         rule: str,
@@ -173,7 +170,10 @@ class Rewriting:
         nodes: Sequence[ir.Node],
         initializers: Sequence[ir.Value],
     ) -> bool:
-        """Replaces several values at once, with new nodes and tensors; the firing's place is the first of them."""
+        """Replaces outputs of nodes by other values, and prunes what nothing reads any more; may raise Declined.
+
+        The firing's place is the first of them.
+        """
         first_old, first_new = pairs[0]
         node = first_old.producer()
         assert node is not None and node.graph is not None
@@ -232,16 +232,14 @@ class Rewriting:
         """
         # Later firings may have replaced some of these values again, or dropped them.
         present = {value.name or "": value for value in graph_values(self.model.graph)}
-        after_by_name: dict[str, After] = {}
+
+        @cache
+        def after_of(name: str) -> After:
+            """One object for all firings of a body, so that it is proved once."""
+            return cut(present[name], self.unfused_names, made=True)
+
         for index, names in self._proved_by.items():
-            after: dict[str, After] = {}
-            for name in names:
-                if name not in present:
-                    continue
-                # Firings of one body share the object, so that it is proved once.
-                if name not in after_by_name:
-                    after_by_name[name] = cut(present[name], self.unfused_names, made=True)
-                after[name] = after_by_name[name]
+            after = {name: after_of(name) for name in names if name in present}
             self.firings[index] = replace(self.firings[index], after=after)
         return tuple(self.firings)
 
@@ -254,7 +252,7 @@ class Rewriting:
         else:
             new = tape.initializer(tensor, old.name)
         new.shape, new.dtype = ir.Shape(tensor.shape.numpy()), tensor.dtype
-        return self.fire(rule, old, new, tape)
+        return self.swap(rule, [(old, new)], tape.nodes, tape.initializers)
 
     def prune(self, nodes: Iterable[ir.Node | None]) -> list[ir.Node]:
         """Removes the nodes that nothing reads, then what only they read; returns the removed nodes, inputs first."""
@@ -279,12 +277,10 @@ class Rewriting:
         return removed
 
     def _site(self, rule: str, value: ir.Value) -> Site:
+        # The graph of a computed value is that of its node, also where the value is an output of a body around it.
         node = value.producer()
-        graph = value.graph
-        if node is not None:
-            graph = node.graph
-        owner_names = [owner.name or "" for owner in self._owners(graph)]
-        return Site(rule, value.name or "", tuple(owner_names))
+        graph = value.graph if node is None else node.graph
+        return Site(rule, value.name or "", tuple(owner.name or "" for owner in self._owners(graph)))
 
     def _owners(self, graph: ir.Graph | None) -> list[ir.Node]:
         """The nodes around a body, outermost first."""

@@ -18,12 +18,7 @@ from layerline.graph.fusion.rewriter import Rewrite, Rewriting
 
 @dataclass(frozen=True)
 class Rule:
-    """One rewrite, switched on and off by its name.
-
-    Attributes:
-        name: as written in pipe.yaml.
-        run: applies it wherever it fits.
-    """
+    """One rewrite: its name in pipe.yaml, and what applies it wherever it fits."""
 
     name: str
     run: Callable[[Rewriting], None]

@@ -97,7 +97,7 @@ class Context:
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         self.shapes[name] = shape
         profiles = self.engine.profiles
-        return not profiles or name not in profiles[self.profile] or profiles[self.profile][name].admits(shape)
+        return not profiles or name not in profiles[self.profile] or not profiles[self.profile][name].excess(shape)
 
     def set_tensor_address(self, name: str, address: int) -> bool:
         self.addresses[name] = address

@@ -71,13 +71,7 @@ def _has_empty_channel(node: ir.Node) -> bool:
 
 @dataclass
 class _Cut:
-    """Copies of a group's nodes without the channels that go.
-
-    Attributes:
-        group: the connected values.
-        held: what their channels hold.
-        kept: True for each channel that stays.
-    """
+    """Copies of a group's nodes without the channels that go: `kept` is True for each channel that stays."""
 
     group: Group
     held: dict[ir.Value, Array]

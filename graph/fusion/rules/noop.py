@@ -121,7 +121,7 @@ def duplicate_nodes(work: Rewriting) -> None:
             for old, new in zip(node.outputs, first.outputs, strict=True):
                 if old.uses() or old.is_graph_output():
                     try:
-                        work.fire("duplicate-nodes", old, new, Tape())
+                        work.swap("duplicate-nodes", [(old, new)], [], [])
                     except Declined as declined:
                         work.decline("duplicate-nodes", old, str(declined))
 
