@@ -102,6 +102,11 @@ def compare_stages(reference: Path, candidate: Path, log: Log, further: Further)
     models = [onnx_files.parts(folder / onnx_files.FILE) for folder in (reference, candidate)]
     # An emulation adds values, and gives those that it rounds under their names.
     ops = [{name: node.op_type for node in light.model.graph.node for name in node.output} for light in models]
+    notes: list[str] = []
+    for which, light in zip(("first", "second"), models, strict=True):
+        reason = convert.not_emulated(light)
+        if reason:
+            notes.append(f"{which} model: {reason}")
     models = [convert.runnable(light) for light in models]
     emulation: set[str] = set()
     for light, stored in zip(models, ops, strict=True):
@@ -111,7 +116,7 @@ def compare_stages(reference: Path, candidate: Path, log: Log, further: Further)
     with contextlib.suppress(StageError):
         models = [raise_opset(light, newest) for light in models]
     _joint_inputs(models[0], models[1], "the second stage")
-    report = _compared(models[0], models[1], probe_files.load(reference), [], log, further, emulation)
+    report = _compared(models[0], models[1], probe_files.load(reference), notes, log, further, emulation)
     return replace(report, records=tuple(replace(row, op=ops[0].get(row.name, row.op)) for row in report.records))
 
 

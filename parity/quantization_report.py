@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from onnx import TensorProto
+
 from layerline.backends.base import Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
@@ -43,6 +45,7 @@ Row = dict[str, Scalar]
 _LAST_STEP = 127.5 / 127  # what is less than half a step beyond the range is rounded into it
 _BY_CHANNEL = 8  # layers, those with the lowest own SQNR
 _CHANNELS = 32  # of a layer
+_FP8 = {TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2}
 _ROUNDED = 2  # feeds on which activations are rounded by numpy
 
 
@@ -102,7 +105,7 @@ def with_default_session(
         path: the artifact's ONNX file.
         samples: an iterator over samples of the task's data. It is read only if an output differs on the probes.
     """
-    if any(value.dtype == "float8e4m3fn" for value in converted.plan.values):
+    if _holds_fp8(converted.model):
         note = (
             "a default onnxruntime session is not tried: its optimisations make kernels of fp8 that do not exist, "
             "or drop a Relu; with graph_optimization_level = ORT_ENABLE_BASIC it computes what is reported here"
@@ -115,6 +118,18 @@ def with_default_session(
         gates, more = _judged_by_float(gates, converted, path, itertools.chain(probes, samples()))
         notes += more
     return dataclasses.replace(report, gates=(*report.gates, *gates), notes=(*report.notes, *notes))
+
+
+def _holds_fp8(model: Light) -> bool:
+    """Whether the model holds float8 numbers; a model may bring Q/DQ of its own, which no plan lists."""
+    types = {tensor.data_type for tensor in model.model.graph.initializer}
+    types.update(weight.dtype for weight in model.weights.values())
+    for node in model.model.graph.node:
+        for attribute in node.attribute:
+            types.add(attribute.t.data_type)
+            if attribute.name in ("to", "output_dtype"):
+                types.add(attribute.i)
+    return bool(types & _FP8)
 
 
 def _default_limit(quantisation_error: float) -> float:

@@ -168,7 +168,11 @@ def _opened(
             if stage in modules:
                 session = modules[stage]()
             elif path.is_file():
-                session = OnnxRuntime().open(convert.runnable(onnx_files.parts(path)))
+                model = onnx_files.parts(path)
+                reason = convert.not_emulated(model)
+                if reason:
+                    notes.append(f"{stage}: {reason}")
+                session = OnnxRuntime().open(convert.runnable(model))
             else:
                 continue
             session.run(first.feed)

@@ -19,6 +19,7 @@ from layerline.calib.collect import Ranges
 from layerline.calib.plan import QuantPlan
 from layerline.calib.samples import Batch, Samples
 from layerline.calib.scales import Stored
+from layerline.graph.analysis.proto_queries import node_label
 from layerline.graph.io.opset import raise_opset
 from layerline.graph.quantization import (
     bias_correction,
@@ -66,21 +67,52 @@ class Converted:
     trained: Light | None = None
 
 
+_HALF = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+
+
 def runnable(model: Light) -> Light:
     """The model, or what is measured in its place: onnxruntime's CPU kernels lack float4 and bfloat16, and leave out
     the rounding to float16, overflow included."""
     model = own_qdq.emulate(model)
-    graph = model.model.graph
-    half = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
-    # The emulation is made for models that quantize left: float32 outside, and no half values in branches and loops.
-    if any(io.type.tensor_type.elem_type in half for io in (*graph.input, *graph.output)):
+    if not_emulated(model):
         return model
-    if any(list(bodies(node)) for node in graph.node):
-        return model
-    for node in graph.node:
-        if node.op_type == "Cast" and any(attribute.i in half for attribute in node.attribute):
+    for node in model.model.graph.node:
+        if node.op_type == "Cast" and any(attribute.i in _HALF for attribute in node.attribute):
             return mixed_precision.emulate(model)
     return model
+
+
+def not_emulated(model: Light) -> str:
+    """Why `runnable` leaves half precision to onnxruntime's own kernels, in words; empty where it does not.
+
+    The emulation is made for models that quantize leaves: float32 outside, and no half values in branches and loops.
+    """
+    graph = model.model.graph
+    reason = ""
+    if any(io.type.tensor_type.elem_type in _HALF for io in (*graph.input, *graph.output)):
+        reason = "its inputs or outputs are half"
+    for node in graph.node:
+        if any(_computes_in_half(body) for body in bodies(node)):
+            reason = f"the body of {node_label(node)} computes in half"
+    if not reason:
+        return ""
+    return f"{reason}: onnxruntime's own half kernels run it, which leave roundings and overflow out"
+
+
+def _computes_in_half(body: onnx.GraphProto) -> bool:
+    """Whether a value of a body, or of one in it, is half."""
+    if any(tensor.data_type in _HALF for tensor in body.initializer):
+        return True
+    if any(io.type.tensor_type.elem_type in _HALF for io in (*body.input, *body.output, *body.value_info)):
+        return True
+    for node in body.node:
+        for attribute in node.attribute:
+            casts = node.op_type == "Cast" and attribute.name == "to" and attribute.i in _HALF
+            if casts or attribute.t.data_type in _HALF:
+                return True
+        if any(_computes_in_half(inner) for inner in bodies(node)):
+            return True
+    return False
 
 
 def unchanged(model: Light) -> Converted:
