@@ -121,12 +121,8 @@ def effects_graph(
             else:
                 measures.add(f"{index}/{place}", target, prefix + output, whole=False)
     model = _model(base, other, measures, nodes, shared)
-    compared = set[str]()
-    for node in measures.nodes:
-        compared.update(node.input)
     for target in targets.values():
-        if target.a in compared:
-            model.model.graph.input.append(helper.make_tensor_value_info(target.a, target.dtype_a, None))
+        model.model.graph.input.append(helper.make_tensor_value_info(target.a, target.dtype_a, None))
     return model
 
 

@@ -68,19 +68,27 @@ def explain(project: Project, log: Log, run_id: str | None = None) -> Explained:
     run = lookup.find_run(planner, run_id)
     project = load(project.root, run.sets)  # the settings that the run had
     stages = {stage.name for stage in project.stages}
-    records = [record for record in run.records if record.stage in stages]
-    reports = {record.stage: planner.ledger.report(record) for record in records}
-    artifacts = {record.stage: planner.store.get(record.digest) for record in records}
-    folders = {stage: artifact.path for stage, artifact in artifacts.items() if artifact is not None}
+    reports: dict[str, Report] = {}
+    folders: dict[str, Path] = {}
+    # Sentences about stages whose accuracy is not known.
+    unfinished: list[str] = []
+    for stage, error in run.errors.items():
+        unfinished.append(f"{stage} ended in an error, and was not evaluated: {error.error}")
+    for record in run.records:
+        stage = record.stage
+        if stage not in stages:
+            continue
+        reports[stage] = planner.ledger.report(record)
+        artifact = planner.store.get(record.digest)
+        if artifact is not None:
+            folders[stage] = artifact.path
+        elif record.kind != "engine":  # which is not evaluated anyway
+            removed = "its artifact was removed"
+            unfinished.append(f"{stage} was not evaluated: {removed}; pipe run {stage} makes it again")
     scores = _scores(project, folders, log)
     evidence = _evidence(project, reports, scores.losses, lookup.logs(planner, run), scores.nonfinite)
     causes = ranked(evidence)
-    # An engine is not evaluated anyway.
-    gone = [record.stage for record in records if artifacts[record.stage] is None and record.kind != "engine"]
-    removed = [
-        f"{stage} was not evaluated: its artifact was removed; pipe run {stage} makes it again" for stage in gone
-    ]
-    unfinished = [*_unfinished(run), *removed, *scores.skipped]
+    unfinished += scores.skipped
     return Explained(_report(evidence, causes, unfinished, scores), causes, folders, scores.feeds)
 
 
@@ -139,11 +147,6 @@ def _scores(project: Project, folders: Mapping[str, Path], log: Log) -> Any:
         max_drop = getattr(stage, "max_drop", max_drop)
     with temporary_work(task, log, {}, {}) as work:
         return import_module(_SCORES).measure(work, folders, modules, max_drop)
-
-
-def _unfinished(run: Run) -> list[str]:
-    """A sentence for each stage that ended in an error, since its accuracy is not known."""
-    return [f"{stage} ended in an error, and was not evaluated: {error.error}" for stage, error in run.errors.items()]
 
 
 def _report(evidence: Evidence, causes: list[Cause], unfinished: list[str], scores: Any) -> Report:
