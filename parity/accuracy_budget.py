@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -25,13 +26,15 @@ from layerline.parity.paired_metric import Interval, intervals
 from layerline.parity.slice_metrics import by_slice, flipped
 from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric
 from layerline.pipeline.errors import TaskError
-from layerline.pipeline.inputs.batches import leaves
+from layerline.pipeline.inputs.batches import leaves, mapped
 from layerline.pipeline.inputs.metric import Metric, accuracy, score, scores
 from layerline.pipeline.report import FLIPPED, GAIN, OWN, Gate, LayerDiff, Order, Scalar
 
 Scores = Mapping[str, float]
 LITTLE = 1.0
 """Fewer dB than this are not worth a layer in float where accuracy was lost."""
+FIRST_SHARE, LEAST_FIRST = 4, 16
+"""A search evaluates a quarter of the samples before all of them, if that is at least so many."""
 LARGE = 0.2
 """A budget above this part of the metric is worth a note: it may be meant in per cent."""
 
@@ -109,6 +112,43 @@ class Evaluation:
         self._last = converted.measured, measured
         return measured
 
+    def hopeless(self, converted: Converted, max_drop: MaxDrop) -> Measured | None:
+        """The metric on the first samples, if these alone lose more than the budget allows on all.
+
+        For a metric that is a mean over samples, the others can't make up for it: they lose nothing at best. None where
+        the first samples say nothing, or where the float model was not measured yet.
+        """
+        samples = self._data.evaluation()
+        if self._float is None or self.why or samples is None:
+            return None
+        total = _count(self._float.targets)
+        first: list[Batch] = []
+        rows = 0
+        for batch in samples:
+            first.append(batch)
+            rows += _count(batch.target)
+            if FIRST_SHARE * rows >= total:
+                break
+        if rows < LEAST_FIRST or 2 * rows > total:
+            return None
+        exact = self._float.outputs["float"]
+        if any(len(array) != total for array in leaves(exact)):
+            return None
+        predictions = evaluate.predict({"result": OnnxRuntime().open(converted.measured)}, first)
+        outputs = {"float": mapped(exact, lambda array: array[:rows]), **predictions.outputs}
+        try:
+            by_model, why = scores(self._own_metric, outputs, predictions.targets)
+        except TaskError:  # a metric over classes may take more samples
+            return None
+        if why or by_model["float"].keys() != by_model["result"].keys():
+            return None
+        measured = Measured(by_model["float"], by_model["result"], predictions)
+        for name, budget in by_metric(max_drop, measured.after).items():
+            lost = budget.loss(measured.before[name], measured.after[name]) * rows / total
+            if lost > budget.allowed(measured.before[name]):
+                return measured
+        return None
+
     def refuse_unknown(self, model: Light, max_drop: MaxDrop | None) -> None:
         """Refuses a budget for a metric that metric() does not give for the first batch of eval_data()."""
         samples = self._data.evaluation() if isinstance(max_drop, Mapping) else None
@@ -165,6 +205,11 @@ class Evaluation:
             )
         outputs = {"float": self._float.outputs["float"], **predictions.outputs}
         return Predictions(outputs=outputs, targets=predictions.targets, slices=predictions.slices)
+
+
+def _count(targets: Any) -> int:
+    """The number of samples that targets belong to."""
+    return len(next(leaves(targets)))
 
 
 def _hashed(batches: Iterable[Batch], digest: hashlib.blake2b) -> Iterator[Batch]:

@@ -78,7 +78,7 @@ class Conversion:
         search = format_search.Search(
             start=repaired,
             make=self.maker(repaired.calibrated),
-            judge=self.judge,
+            judge=search_judge.first_samples_first(self.judge, self.evaluation, fields.budget or SEARCH_DROP),
             float_format=fields.rest,
             half_type=half_type,
             log=self.data.log.say,

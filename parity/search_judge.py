@@ -56,6 +56,19 @@ def judge(
     return verdict
 
 
+def first_samples_first(exact: Judge, evaluation: Evaluation, max_drop: MaxDrop) -> Judge:
+    """The same judge, which ends at the first samples where these alone lose more than the budget allows on all."""
+
+    def verdict(converted: Converted) -> Verdict:
+        first = evaluation.hopeless(converted, max_drop)
+        if first is None:
+            return exact(converted)
+        result = _by_metric(first, max_drop)
+        return Verdict(False, max(result.lack, 0.0), f"{result.seen} on the first samples")
+
+    return verdict
+
+
 def _by_metric(measured: Measured, max_drop: MaxDrop) -> Verdict:
     lacks: list[float] = []
     texts: list[str] = []

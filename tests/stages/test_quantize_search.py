@@ -1,5 +1,6 @@
 """The search for the cheapest formats, on models in which the layers that lose the accuracy are planted."""
 
+import dataclasses
 import json
 import re
 
@@ -249,3 +250,28 @@ def test_what_stays_float_is_halved_one_by_one_where_all_of_it_in_half_precision
     monkeypatch.setattr(search_judge, "judge", lambda *_: judge)
     report, _ = searched(repairs=[])
     assert formats(report) == {"h": "int8", "bad": "fp32", "y": "fp16"}
+
+
+def test_a_model_that_loses_the_budget_on_the_first_samples_is_not_run_on_the_others(work, tmp_path):  # noqa: F811
+    from layerline.backends.light import split
+    from layerline.graph.quantization import convert
+    from layerline.graph.quantization.calibration_data import CalibrationData
+    from layerline.parity.accuracy_budget import Evaluation
+
+    np.save(tmp_path / "mix.npy", MIX)
+    made = work(TASK + PLAIN_LABELS, net=TWO, inputs=X, feeds=FEEDS)
+    data = CalibrationData(made, X, hooks=("calib_data",), samples=512, batch_size=16)
+    evaluation = Evaluation(data)
+    exact = convert.unchanged(split(model("g (float[n, 8] x) => (float[n, 8] y) { y = MatMul (x, d) }", d=DEAF)))
+    # Of 200 samples the largest numbers lie in seven channels in turn: without the first one, 29 answers are wrong.
+    deaf = DEAF.copy()
+    deaf[0, 0] = 0
+    other = model("g (float[n, 8] x) => (float[n, 8] y) { y = MatMul (x, d) }", d=deaf)
+    wrong = dataclasses.replace(exact, measured=split(other))
+    assert evaluation.hopeless(wrong, 0.01) is None  # the float model was not measured yet
+    evaluation.measure(exact)
+    first = evaluation.hopeless(wrong, 0.01)
+    # Four batches of 16 hold a quarter, with ten of the wrong answers: 0.05 of all 200.
+    assert first is not None and first.after["accuracy"] == pytest.approx(54 / 64)
+    assert evaluation.hopeless(wrong, 0.049) is not None and evaluation.hopeless(wrong, 0.051) is None
+    assert evaluation.hopeless(exact, 0.0) is None
