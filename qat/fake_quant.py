@@ -49,16 +49,13 @@ def _nearest(steps: Tensor, float8: bool) -> Tensor:
 
 
 class FakeQuant(nn.Module):
-    """Quantises and dequantises one value as an entry of a plan says.
+    """Quantises and dequantises one value as an entry of a plan says, symmetrically to int8 or float8e4m3fn.
 
     Args:
-        item: the entry, symmetric int8 or float8e4m3fn; its scales are the first ones.
+        item: the entry; its scales are the first ones.
         rank: dimensions of the value, where its scales run along an axis.
         learned: whether the scales are trained. Otherwise those of a weight follow its greatest elements, as in a plan
             from calibration, and those of an activation stay.
-
-    Attributes:
-        frozen: whether learned scales get no gradient any more.
     """
 
     def __init__(self, item: QuantValue, rank: int, *, learned: bool) -> None:
@@ -67,7 +64,9 @@ class FakeQuant(nn.Module):
         self.float8 = item.dtype == "float8e4m3fn"
         self.high = greatest(item.dtype)
         self.low = -self.high if self.is_weight or self.float8 else -self.high - 1
-        self.axis, self.rank = item.axis, rank
+        self.axis = item.axis
+        self.rank = rank
+        # Whether learned scales get no gradient any more.
         self.frozen = False
         start = torch.tensor(np.array(item.scales, np.float32))
         self.start: Tensor

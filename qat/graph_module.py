@@ -88,13 +88,8 @@ class GraphModule(nn.Module):
     other constant stays. The zeros of a weight with two axes or more stay zeros, as pruning left them.
 
     Args:
-        model: the float graph.
         plan: what is fake-quantised; None: nothing.
         learned: whether the scales are trained.
-
-    Attributes:
-        quantized: what is read fake-quantised: the value, the reader's first output, and the place among its inputs;
-            with the name of the quantiser.
 
     Raises:
         StageError: a weight to train is not float32, or the graph has functions.
@@ -109,6 +104,7 @@ class GraphModule(nn.Module):
         self._stored: list[tuple[str, nn.Module, str]] = []
         self._count = -1
         self._fakes: dict[tuple[str, str], str] = {}
+        # Quantisers of what is read fake-quantised: a value, its reader's first output, the place among its inputs.
         self.quantized: dict[tuple[str, str, int], str] = {}
         tensors = stored(graph)
         trained = trained_names(graph, tensors)
@@ -125,11 +121,7 @@ class GraphModule(nn.Module):
         return tuple(values[name] for name in self.outputs)
 
     def compute(self, feed: Mapping[str, Tensor], watch: Watch | None = None) -> dict[str, Tensor]:
-        """The outputs by name.
-
-        Args:
-            feed: inputs by name.
-            watch: called with each float value that a node computes; what it returns is passed on in its place.
+        """The outputs by name; what `watch` returns of a float value that a node computes is passed on in its place.
 
         Raises:
             StageError: an operator without a gradient is on the way from a weight to an output, or the inputs have
@@ -200,11 +192,6 @@ class GraphModule(nn.Module):
             fake: Any = getattr(self.quantizers, key)
             scales[name, dtype] = fake.scale(values.get(name, torch.zeros(1))).detach().cpu().numpy().reshape(-1)
         return scales
-
-    def freeze_scales(self, frozen: bool) -> None:
-        """Whether learned scales get no gradient any more."""
-        for fake in self.quantizers.children():
-            fake.frozen = frozen  # type: ignore[assignment]
 
     def trained(self, model: Light) -> Light:
         """A copy of the graph with the present weights."""
@@ -315,17 +302,15 @@ def _read_by(node: ir.Node) -> list[str]:
 
 
 def _bodies_of(node: ir.Node) -> list[ir.Graph]:
-    """The branches of an If, then and else, or the body of a Loop.
-
-    Raises:
-        StageError: the node is another one with bodies.
-    """
-    if not subgraphs(node):
+    """The branches of an If, then and else, or the body of a Loop; StageError for another node with bodies."""
+    bodies = subgraphs(node)
+    if not bodies:
         return []
+    # A file may have the branches in either order.
     if node.op_type == "If" and node.domain == "":
         return [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
     if node.op_type == "Loop" and node.domain == "":
-        return [node.attributes["body"].as_graph()]
+        return bodies
     raise _no_gradient(node.op_type, first_output(node))
 
 
@@ -337,11 +322,7 @@ class _Reference:
         self.opsets = dict(opsets)
 
     def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        """What the node gives.
-
-        Raises:
-            StageError: a gradient would have to pass.
-        """
+        """What the node gives. Raises StageError where a gradient would have to pass."""
         tensors = [tensor for tensor in inputs if tensor is not None]
         feed = {n: t.detach().cpu().numpy() for n, t in zip(self.node.input, inputs, strict=True) if t is not None}
         arrays = ReferenceEvaluator(self.node, self.opsets).run(None, feed)

@@ -24,7 +24,6 @@ class QatOutcome:
     """A training with fake quantisation, and what it started from.
 
     Attributes:
-        trained: what training left.
         models: by calibration alone, with repairs where some were kept, and trained; by their names in the tables.
         measured: the metric of each of them; None where there is none.
         result: the name of the one that is the artifact.

@@ -64,10 +64,7 @@ class Trained:
 
 
 def check(model: Light, probes: Sequence[Feed]) -> GraphModule:
-    """Checks, before anything is calibrated, that torch computes the float graph as onnxruntime does, with gradients.
-
-    Returns:
-        The graph in torch.
+    """The graph in torch, if torch computes it as onnxruntime does, with gradients; before anything is calibrated.
 
     Raises:
         StageError: names the value that differs most, or an operator that has no gradient; or the model brings its own
@@ -98,10 +95,7 @@ def check(model: Light, probes: Sequence[Feed]) -> GraphModule:
 def try_loss(task: Task, graph: GraphModule, options: QatOptions) -> None:
     """Computes the loss of the float graph on the first batch, before anything is calibrated.
 
-    Raises:
-        Unavailable: the device to train on is not here.
-        TaskError: a hook is missing or failed.
-        StageError: the graph does not take batches of this size.
+    Raises Unavailable for the device, TaskError for a hook, StageError for a batch that the graph does not take.
     """
     rendezvous.device(options.device, "quantize.qat.device")
     model = student.maker(task, graph.inputs, graph.outputs)(graph)
@@ -260,7 +254,8 @@ def _freezing(
     """The same loss; from that optimizer step on the scales get no gradient, also after a resume."""
 
     def frozen_in_time(model: Any, batch: Any) -> tuple[Tensor, float | None]:
-        graph.freeze_scales(run.attempted >= step)
+        for fake in graph.quantizers.children():
+            fake.frozen = run.attempted >= step  # type: ignore[assignment]
         result: tuple[Tensor, float | None] = loss(model, batch)
         return result
 

@@ -33,8 +33,10 @@ def _pads(attrs: Attrs, sizes: Sequence[int], kernel: Sequence[int]) -> tuple[li
     """What is added before and after each spatial axis."""
     rank = len(kernel)
     auto = attrs.get("auto_pad", "NOTSET")
-    if auto in ("NOTSET", "VALID"):
-        pads = [0] * (2 * rank) if auto == "VALID" else ints(attrs.get("pads")) or [0] * (2 * rank)
+    if auto == "VALID":
+        return [0] * rank, [0] * rank
+    if auto == "NOTSET":
+        pads = ints(attrs.get("pads")) or [0] * (2 * rank)
         return pads[:rank], pads[rank:]
     strides, dilations = _window(attrs, rank)
     before, after = [], []

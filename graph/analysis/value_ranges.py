@@ -172,9 +172,7 @@ def _matmul(node: ir.Node, ranges: Ranges) -> float:
     a = node.inputs[0]
     b = node.inputs[1]
     # What averages is as large as the largest at most, however many it averages.
-    count: int | str | None = 1
-    if not _averages(a):
-        count = dim(a, -1)
+    count = 1 if _averages(a) else dim(a, -1)
     if not isinstance(count, int):
         return math.inf
     return count * ranges.magnitude(a) * ranges.magnitude(b)
@@ -207,9 +205,17 @@ def _averages(value: ir.Value | None) -> bool:
 
 def _normalised(node: ir.Node, ranges: Ranges) -> float:
     """d / sqrt(mean(d²) + epsilon) is at most the root of how many d there are."""
-    count = _normalised_count(node)
+    axis: int = node.attributes.get_int("axis", -1)
+    if axis >= 0:
+        axis -= rank(node.inputs[0]) or 0
+    # How many numbers one mean is taken over.
+    sizes = [dim(node.inputs[0], index) for index in range(axis, 0)]
+    numbers = [size for size in sizes if isinstance(size, int)]
+    count = math.prod(numbers)
     output = node.outputs[0]
-    if count is None or output.dtype is None or node.attributes.get_float("epsilon", 1e-5) <= 0:
+    if not sizes or len(numbers) < len(sizes):
+        return math.inf
+    if output.dtype is None or node.attributes.get_float("epsilon", 1e-5) <= 0:
         return math.inf
     largest = ranges.magnitude(node.inputs[0])
     # Squares are summed on the way; d is x less a mean, so twice as large at most.
@@ -220,22 +226,6 @@ def _normalised(node: ir.Node, ranges: Ranges) -> float:
     if bias is not None:
         shift = ranges.magnitude(bias)
     return math.sqrt(count) * ranges.magnitude(node.inputs[1]) + shift
-
-
-def _normalised_count(node: ir.Node) -> int | None:
-    """How many numbers one mean is taken over; None where that is not known."""
-    axis: int = node.attributes.get_int("axis", -1)
-    if axis >= 0:
-        axis -= rank(node.inputs[0]) or 0
-    if axis >= 0:
-        return None
-    count = 1
-    for index in range(axis, 0):
-        size = dim(node.inputs[0], index)
-        if not isinstance(size, int):
-            return None
-        count *= size
-    return count
 
 
 _MOVES = frozenset(

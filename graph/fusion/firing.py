@@ -46,7 +46,6 @@ class Firing:
     """One application of a rule.
 
     Attributes:
-        site: rule and place.
         result: what holds the place's value now: the same name, or the value that was there already.
         sources: values that are gone, in topological order.
         modules: module paths of the nodes that computed them; the first is the main one.
@@ -61,21 +60,10 @@ class Firing:
     after: Mapping[str, After]
 
 
-@dataclass(frozen=True)
-class Decline:
-    """A rule that matched and did not fire, and why."""
-
-    site: Site
-    reason: str
-
-
 def cut(new: ir.Value, unfused_names: AbstractSet[str], *, made: bool) -> After:
-    """What computes `new`, back to values that the unfused model has.
+    """What computes `new`, back to values of the unfused model: whoever has such a name has that model's numbers.
 
-    Args:
-        unfused_names: names of those values. A value of such a name has the unfused model's numbers, whoever computes
-            it now.
-        made: whether `new` itself was just made: it carries the name of what it replaces and is not that value yet.
+    `made` says that `new` itself was just made: it carries the name of what it replaces and is not that value yet.
     """
     nodes: list[onnx.NodeProto] = []
     tensors: dict[str, ir.TensorProtocol] = {}

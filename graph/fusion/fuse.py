@@ -13,7 +13,7 @@ import onnx_ir as ir
 from layerline.backends.light import Light, Model, split, weightless
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.analysis.ir_queries import Array, graph_values
-from layerline.graph.fusion.firing import Decline, Firing, Site
+from layerline.graph.fusion.firing import Firing, Site
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import Rule
 from layerline.graph.fusion.rules import RULES
@@ -36,13 +36,14 @@ class Rewritten:
         light: the model, its weights apart.
         unfused: the model the rules started from: functions inlined, initializers that were inputs made constants.
         types: element type of every tensor of its main graph, where known.
+        declines: why a rule matched and did not fire, by rule and place.
     """
 
     light: Light
     unfused: Light
     types: Mapping[str, int]
     firings: tuple[Firing, ...]
-    declines: tuple[Decline, ...]
+    declines: Mapping[Site, str]
     notes: tuple[str, ...]
 
     @cached_property
@@ -105,7 +106,7 @@ def rewrite(
         unfused=prepared,
         types=types,
         firings=firings,
-        declines=tuple(work.declines.values()),
+        declines=work.declines,
         notes=tuple(notes),
     )
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from layerline.graph.fusion.firing import Decline
+from layerline.graph.fusion.firing import Site
 from layerline.graph.fusion.fuse import Fused
 from layerline.graph.fusion.verify_rewrites import Proof
 from layerline.pipeline.report import Scalar
@@ -43,10 +43,10 @@ def fired(proofs: Iterable[Proof]) -> list[Row]:
     return rows
 
 
-def declined(declines: Sequence[Decline]) -> list[Row]:
+def declined(declines: Mapping[Site, str]) -> list[Row]:
     """One row per rule and reason, at most `PER_RULE` a rule."""
     # Of one reason given at several values the first value is shown, in the place of the last.
-    value_by_reason = {(d.site.rule, d.reason): d.site.value for d in reversed(declines)}
+    value_by_reason = {(site.rule, reason): site.value for site, reason in reversed(list(declines.items()))}
     total = Counter(rule for rule, _ in value_by_reason)
     shown: Counter[str] = Counter()
     rows: list[Row] = []

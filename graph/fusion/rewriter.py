@@ -22,7 +22,7 @@ from onnx_ir.tape import Tape
 from layerline.graph.analysis import provenance, shape_inference
 from layerline.graph.analysis.ir_queries import captures, fresh_name, graph_values, node_names, subgraphs, value_names
 from layerline.graph.analysis.symbolic_sizes import unquoted
-from layerline.graph.fusion.firing import After, Decline, Declined, Firing, Site, cut, nearest_unfused_after
+from layerline.graph.fusion.firing import After, Declined, Firing, Site, cut, nearest_unfused_after
 
 Rewrite: TypeAlias = "Callable[[ir.Node, Tape, Rewriting], ir.Value | None]"
 
@@ -54,7 +54,7 @@ class Rewriting:
         self.fold_total = max(self.fold_limit, sum(tensor.nbytes for tensor in tensors if tensor is not None) // 10)
         self.folded = 0
         self.firings: list[Firing] = []
-        self.declines: dict[Site, Decline] = {}
+        self.declines: dict[Site, str] = {}
         # Number of firings at the last shape inference; -1 before the first.
         self._inferred = -1
         # Inference may know less of a body's ends than the file says; `finish` falls back on these.
@@ -142,8 +142,7 @@ class Rewriting:
 
     def decline(self, rule: str, value: ir.Value, reason: str) -> None:
         """Records once why a rule did not fire at a value."""
-        site = self._site(rule, value)
-        self.declines.setdefault(site, Decline(site, reason))
+        self.declines.setdefault(self._site(rule, value), reason)
 
     def release(self, nodes: Iterable[ir.Node], initializers: Iterable[ir.Value]) -> None:
         """Lets nodes on their way from one graph to another keep their names, where nothing else has them."""

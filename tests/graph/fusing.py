@@ -69,7 +69,7 @@ def fired(done: Fused) -> set[str]:
 
 def reason(done: Fused, rule: str) -> str:
     """Why a rule declined, at the first place where it did."""
-    return next(d.reason for d in done.declines if d.site.rule == rule)
+    return next(reason for site, reason in done.declines.items() if site.rule == rule)
 
 
 def ops(model: onnx.ModelProto) -> list[str]:

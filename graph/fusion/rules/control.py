@@ -59,14 +59,14 @@ def split(node: ir.Node, work: Rewriting) -> None:
     if len(chosen) < len(picks) or len(set(chosen)) < len(chosen):
         raise Declined(f"pieces {indices} of sequence {name} are not {len(picks)} different ones of {len(lengths)}")
     tape = Tape()
+    inputs = [node.inputs[0]]
+    attributes: dict[str, int | list[int]] = {"axis": node.attributes.get_int("axis", 0)}
     # From opset 13 on the sizes are an input.
-    axis = node.attributes.get_int("axis", 0)
     if work.opset >= 13:
-        sizes = tape.initializer(ir.tensor(np.array(lengths, np.int64)), f"{name}/lengths")
-        pieces = tape.op_multi_out("Split", [node.inputs[0], sizes], {"axis": axis}, num_outputs=len(lengths))
+        inputs.append(tape.initializer(ir.tensor(np.array(lengths, np.int64)), f"{name}/lengths"))
     else:
-        attributes = {"axis": axis, "split": lengths}
-        pieces = tape.op_multi_out("Split", [node.inputs[0]], attributes, num_outputs=len(lengths))
+        attributes["split"] = lengths
+    pieces = tape.op_multi_out("Split", inputs, attributes, num_outputs=len(lengths))
     pairs = [(pick.outputs[0], pieces[index]) for pick, index in zip(picks, chosen, strict=True)]
     work.swap("split-sequence", pairs, tape.nodes, tape.initializers)
 
@@ -75,20 +75,18 @@ def _lengths(node: ir.Node) -> list[int]:
     """The size of every piece along the axis that is split."""
     name = node.outputs[0].name
     size = dim(node.inputs[0], node.attributes.get_int("axis", 0))
+    step = 1
     if optional_input(node, 1) is None:
         # keepdims counts only where the pieces have no lengths of their own.
-        keeps_axis: int = node.attributes.get_int("keepdims", 1)
-        if not isinstance(size, int) or not keeps_axis:
+        if not isinstance(size, int) or not node.attributes.get_int("keepdims", 1):
             raise Declined(f"the pieces of {name} can't be counted, or lose their axis")
-        return [1] * size
-    lengths = constant(node.inputs[1])
-    if lengths is None:
-        raise Declined(f"the pieces of {name} can't be counted")
-    if lengths.ndim:
-        return [int(length) for length in lengths]
-    if not isinstance(size, int):
-        raise Declined(f"the pieces of {name} can't be counted")
-    step = int(lengths)
+    else:
+        lengths = constant(node.inputs[1])
+        if lengths is not None and lengths.ndim:
+            return [int(length) for length in lengths]
+        if lengths is None or not isinstance(size, int):
+            raise Declined(f"the pieces of {name} can't be counted")
+        step = int(lengths)
     # The last piece is what is left over.
     return [min(step, size - start) for start in range(0, size, step)]
 

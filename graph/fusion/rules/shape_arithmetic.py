@@ -50,15 +50,19 @@ def target(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # no
     after = _requested_shape(node)
     if before is None or after is None:
         raise Declined(f"the shape {name_of(node.inputs[1])} that {node.outputs[0].name} is given is not known")
-    target_sizes = reshape_target(before, after)
+    return _reshaped(node, node.inputs[0], _target(before, after), after, tape)
+
+
+def _reshaped(node: ir.Node, data: ir.Value | None, shape: list[int], after: Sizes, tape: Tape) -> ir.Value:
+    """A Reshape of `data` to a stored shape in place of `node`."""
     # A stored 0 would copy a size instead of being one.
-    if target_sizes.count(-1) > 1 or 0 in after:
+    if shape.count(-1) > 1 or 0 in after:
         raise Declined(f"shape {list(after)} of {node.outputs[0].name} leaves more than one size open")
-    shape = tape.initializer(ir.tensor(np.array(target_sizes, np.int64)), f"{node.outputs[0].name}/shape")
-    return tape.op("Reshape", [node.inputs[0], shape])
+    stored = tape.initializer(ir.tensor(np.array(shape, np.int64)), f"{node.outputs[0].name}/shape")
+    return tape.op("Reshape", [data, stored])
 
 
-def reshape_target(before: Sizes, after: Sizes) -> list[int]:
+def _target(before: Sizes, after: Sizes) -> list[int]:
     """What a Reshape from one shape to the other stores: 0 for a named size that stays in its place, -1 for others."""
     target_sizes: list[int] = []
     for axis, size in enumerate(after):
@@ -103,14 +107,12 @@ def reshape(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # n
     # Without 0 and -1 the shape means the same whatever it is applied to.
     if stored_shape is not None and (stored_shape > 0).all():
         shape = [int(size) for size in stored_shape]
+        after = ()
     elif before is None or after is None or 0 in after:
         raise Declined(f"the shape of {node.outputs[0].name} is not known")
     else:
-        shape = reshape_target(before, after)
-    if shape.count(-1) > 1:
-        raise Declined(f"shape {list(after or ())} of {node.outputs[0].name} leaves more than one size open")
-    target = tape.initializer(ir.tensor(np.array(shape, np.int64)), f"{node.outputs[0].name}/shape")
-    return tape.op("Reshape", [inner.inputs[0], target])
+        shape = _target(before, after)
+    return _reshaped(node, inner.inputs[0], shape, after, tape)
 
 
 @on("transpose-transpose", "Transpose")
