@@ -26,6 +26,9 @@ from layerline.training.optimizers import custom, gradient_norm
 
 # Beyond this an unclipped gradient's square overflows float32 and would stay in the optimizer's state as Inf.
 _GREATEST_NORM = 1e18
+# From so many bytes on, gradients are kept until the next backward pass: freed at the end of a step, their memory would
+# go back to the system and be fetched again, page by page. Less is used again at once, while it is in the CPU's cache.
+_LARGE = 2**22
 # The model is searched for changes before steps 1, 2, 4, … 64, then every 64: it takes some microseconds a layer.
 _CHECK_EVERY = 64
 _TRAINED = attrgetter("requires_grad")
@@ -42,9 +45,9 @@ class Lane(LaneState):
         self._max_value = config.clip.value
         self._window_size = config.accumulate.steps
         self.next_model_check = 0  # the step before which the model is checked again
-        # On a CPU, gradients of the last step, whose memory the next backward pass takes
+        # Gradients of the last step, whose memory the next backward pass takes
         self._spent: list[Tensor] = []
-        self._keeps_gradients = self.device.type == "cpu"
+        self._keeps_gradients = self.device.type == "cpu" and sum(p.nbytes for p in self.stepped) >= _LARGE
         self._counts: set[int] = set()  # how many gradients a step had, where it was not all of them
         # The model tells of weights that are loaded into it, without keeping an optimizer that is gone.
         reference = WeakMethod(self._loaded)
@@ -260,7 +263,6 @@ class Lane(LaneState):
             monitor.row(number, loss, norm, rate, scale, self.skipped, more)
         self.forget()
         if self._keeps_gradients and peers is None and not math.isnan(loss):
-            # Freed here, this memory would go back to the system and be fetched again, page by page, in the next step.
             self._spent = grads
 
     def _norms_by_name(self, grads: list[Tensor], unscale: float) -> dict[str, float]:
