@@ -60,7 +60,8 @@ def not_installed(module: str, package: str) -> str | None:
 
 def check_names(feed: Feed, inputs: Sequence[str]) -> None:
     """Raises a StageError unless the feed holds exactly the inputs."""
-    unknown, missing = sorted(set(feed) - set(inputs)), sorted(set(inputs) - set(feed))
+    unknown = sorted(set(feed) - set(inputs))
+    missing = sorted(set(inputs) - set(feed))
     if unknown or missing:
         raise StageError(
             f"the model takes {list(inputs)}; unknown: {unknown or 'none'}, missing: {missing or 'none'}",

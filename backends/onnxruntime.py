@@ -60,6 +60,7 @@ class OnnxRuntime:
         import onnxruntime as ort
 
         options = ort.SessionOptions()
+        # Fatal messages only: errors come as exceptions.
         options.log_severity_level = 4
         options.intra_op_num_threads = self.threads
         if self.few_runs:

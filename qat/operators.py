@@ -56,6 +56,7 @@ def _layer_norm(attrs: Attrs, x: Tensor, scale: Tensor, bias: Tensor | None = No
     if attrs[OUTPUTS] > 1:
         raise NotImplementedError("mean and deviation of LayerNormalization")
     axis = attrs.get("axis", -1) % x.ndim
+    # ONNX broadcasts scale and bias to x; torch wants them in the normalised shape, so they are applied here.
     normalized = F.layer_norm(x, x.shape[axis:], eps=attrs.get("epsilon", 1e-5)) * scale
     return normalized if bias is None else normalized + bias
 
@@ -87,6 +88,7 @@ def _clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> T
 
 
 def _div(a: Tensor, b: Tensor) -> Tensor:
+    # Integers are divided towards zero, as in C.
     return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
 
 
@@ -104,6 +106,7 @@ def _reduce(function: Callable[..., Tensor]) -> Operator:
 
 def _top_k(attrs: Attrs, x: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     axis = attrs.get("axis", -1)
+    # Of equal elements ONNX gives the one of lower index first; torch.topk promises no order.
     values, indices = torch.sort(x, dim=axis, descending=bool(attrs.get("largest", 1)), stable=True)
     return values.narrow(axis, 0, int(count)), indices.narrow(axis, 0, int(count))
 
@@ -147,6 +150,7 @@ def _slice(x: Tensor, starts: Tensor, ends: Tensor, *rest: Tensor | None) -> Ten
     strides = ints(steps) if steps is not None else [1] * len(first)
     for start, end, dim, step in zip(first, last, dims, strides, strict=True):
         places = range(*slice(start, end, step).indices(x.shape[dim]))
+        # torch's own slices take no negative step.
         if step == 1:
             x = x.narrow(dim, min(places.start, x.shape[dim]), len(places))
         else:
@@ -183,6 +187,7 @@ def _pad(attrs: Attrs, x: Tensor, pads: Tensor, value: Tensor | None = None, axe
 
 
 def _nonnegative(indices: Tensor, size: int) -> Tensor:
+    # torch's index_select and gather count from the front only.
     indices = indices.long()
     return torch.where(indices < 0, indices + size, indices)
 
@@ -214,6 +219,7 @@ def _depth_to_space(attrs: Attrs, x: Tensor) -> Tensor:
     size = attrs["blocksize"]
     if attrs.get("mode", "DCR") == "CRD":
         return F.pixel_shuffle(x, size)
+    # DCR has the block's axes before the channels, torch's pixel_shuffle behind them.
     n, c, h, w = x.shape
     return F.pixel_shuffle(x.reshape(n, size * size, -1, h, w).transpose(1, 2).reshape(n, c, h, w), size)
 

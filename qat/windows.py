@@ -42,6 +42,7 @@ def _pads(attrs: Attrs, sizes: Sequence[int], kernel: Sequence[int]) -> tuple[li
     before, after = [], []
     for size, width, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
         total = max((-(-size // stride) - 1) * stride + (width - 1) * dilation + 1 - size, 0)
+        # SAME_UPPER puts the odd element at the end, SAME_LOWER at the start.
         small, large = total // 2, total - total // 2
         before.append(small if auto == "SAME_UPPER" else large)
         after.append(large if auto == "SAME_UPPER" else small)
@@ -63,6 +64,7 @@ def conv(attrs: Attrs, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     before, after = _pads(attrs, x.shape[2:], weight.shape[2:])
     strides, dilations = _window(attrs, x.ndim - 2)
     padding: list[int] = before
+    # torch pads both ends of an axis alike.
     if before != after:
         x, padding = padded(x, before, after), [0] * len(before)
     return _CONVS[x.ndim](x, weight, bias, strides, padding, dilations, attrs.get("group", 1))
@@ -78,6 +80,7 @@ def conv_transpose(attrs: Attrs, x: Tensor, weight: Tensor, bias: Tensor | None 
     group = attrs.get("group", 1)
     if pads[:rank] == pads[rank:]:
         return _TRANSPOSED[x.ndim](x, weight, bias, strides, pads[:rank], extra, group, dilations)
+    # torch crops both ends of an axis alike, so uneven pads are cut off the whole result.
     whole = _TRANSPOSED[x.ndim](x, weight, bias, strides, 0, extra, group, dilations)
     for axis in range(rank):
         size = whole.shape[axis + 2] - pads[axis] - pads[axis + rank]
@@ -91,6 +94,7 @@ def max_pool(attrs: Attrs, x: Tensor) -> Tensor:
     kernel = ints(attrs["kernel_shape"])
     before, after = _pads(attrs, x.shape[2:], kernel)
     strides, dilations = _window(attrs, len(kernel))
+    # Padding is never the greatest.
     wide = padded(x, before, after, -math.inf)
     return _MAX_POOLS[x.ndim](wide, kernel, strides, 0, dilations, bool(attrs.get("ceil_mode", 0)))
 
@@ -103,6 +107,7 @@ def average_pool(attrs: Attrs, x: Tensor) -> Tensor:
     if any(d != 1 for d in dilations) or (before != after and ceil):
         raise NotImplementedError("AveragePool with dilations, or with uneven pads and ceil_mode")
     pool = _AVG_POOLS[x.ndim]
+    # torch refuses pads of more than half the window.
     if before == after and all(2 * pad <= width for pad, width in zip(before, kernel, strict=True)):
         return pool(x, kernel, strides, before, ceil, counts_padding)
     total = pool(padded(x, before, after), kernel, strides)

@@ -70,7 +70,6 @@ class TensorRT:
     is loaded or kept: one of another version or device would be an error.
 
     Attributes:
-        name: "tensorrt" or "tensorrt-rtx".
         profiles: shapes of the dynamic inputs; an engine needs at least one where there are any.
         workspace_mb: greatest scratch memory a layer may use, in MiB; None leaves the device's.
         targets: compute capabilities to build for ("8.6"), TensorRT-RTX only; none leaves its own choice.

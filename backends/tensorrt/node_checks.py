@@ -80,15 +80,13 @@ def _float64(site: NodeSite) -> Iterator[Refusal]:
 
 def _first_read(site: NodeSite) -> list[ir.Value]:
     """Stored tensors of which this node is the first reader, so that each is reported once."""
-    return [
-        v for v in site.node.inputs if v is not None and v.is_initializer() and ir_queries.consumers(v)[0] is site.node
-    ]
+    return [v for v in site.node.inputs if v is not None and v.is_initializer() and v.consumers()[0] is site.node]
 
 
 def cast_away(value: ir.Value) -> bool:
     """Whether the value is a float64 constant that only Cast nodes read: folding it needs no float64 in the engine."""
     stored = value.const_value is not None or getattr(value.producer(), "op_type", "") == "Constant"
-    return stored and all(n.op_type == "Cast" for n in ir_queries.consumers(value))
+    return stored and all(n.op_type == "Cast" for n in value.consumers())
 
 
 def _bad_type(dtype: ir.DataType | None) -> str:

@@ -79,12 +79,6 @@ def graph_values(graph: ir.Graph) -> Iterator[ir.Value]:
         yield from node.outputs
 
 
-def consumers(value: ir.Value) -> list[ir.Node]:
-    """Nodes that read a value, in bodies too, each once."""
-    # A dictionary keeps each node once, in order: results must not depend on hashes.
-    return list(dict.fromkeys(use.node for use in value.uses()))
-
-
 def constant(value: ir.Value | None) -> Array | None:
     """The numbers of a value known before any run: an initializer, a Constant, or either behind Identity and Cast."""
     passed: dict[ir.Node, None] = {}

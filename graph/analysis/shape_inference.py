@@ -48,7 +48,6 @@ class Symbols(ShapeInferenceContext):  # type: ignore[misc]  # the library ships
     name fits each type followed here; of an expression that is taken for granted in int64 alone.
 
     Args:
-        opset_imports: versions of the model's operators.
         reserved: names of sizes that are in use.
         unknown: begins the names of sizes that nothing is known of.
     """
@@ -223,10 +222,8 @@ def declared(model: ir.Model) -> DeclaredShapes:
 def infer(model: ir.Model, declared_shapes: DeclaredShapes | None = None) -> None:
     """Replaces the shape and type of every inner value by what follows from the model's inputs and constants.
 
-    Afterwards every unknown size has a name of its own, so that equal names always mean equal sizes.
-
-    Args:
-        declared_shapes: shapes to fill in with where nothing follows; see `declared`.
+    Afterwards every unknown size has a name of its own, so that equal names always mean equal sizes. Where nothing
+    follows, `declared_shapes` are filled in; see `declared`.
     """
     declared_shapes = declared_shapes or {}
     names: set[str] = set()

@@ -101,16 +101,13 @@ class Linear:
     def along_outputs(self, scale: Array) -> Array:
         """`scale` in a shape that multiplies the weight of each output channel."""
         weight = self.weight
-        node = self.node
-        if node.op_type == "Conv":
-            return scale.reshape(-1, *(1,) * (weight.ndim - 1))
-        if node.op_type == "ConvTranspose":
+        if self.node.op_type == "ConvTranspose":
             # W is (inputs, outputs / groups, ...): the inputs of group g belong to the outputs of group g.
-            groups = node.attributes.get_int("group", 1)
+            groups = self.node.attributes.get_int("group", 1)
             each = scale.reshape(groups, 1, -1).repeat(weight.shape[0] // groups, axis=1)
             return each.reshape(weight.shape[0], -1, *(1,) * (weight.ndim - 2))
-        if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1:
-            return scale.reshape(-1, 1)
+        if outputs_come_first(self.node):
+            return scale.reshape(-1, *(1,) * (weight.ndim - 1))
         return scale.reshape(1, -1)
 
 
@@ -155,17 +152,16 @@ def behind(value: ir.Value | None) -> Linear | None:
 
 def _outputs(node: ir.Node, weight: Array) -> tuple[int | None, int]:
     """Rank of the output and number of output channels."""
-    if node.op_type == "Conv":
-        return weight.ndim, weight.shape[0]
     if node.op_type == "ConvTranspose":
         return weight.ndim, weight.shape[1] * node.attributes.get_int("group", 1)
-    if node.op_type == "Gemm":
-        return 2, weight.shape[0] if node.attributes.get_int("transB", 0) else weight.shape[1]
+    channels = weight.shape[0] if outputs_come_first(node) else weight.shape[-1]
+    if node.op_type != "MatMul":
+        return weight.ndim, channels
     input_rank = rank(node.inputs[0])
     # Weights of more axes differ from matrix to matrix; an input of one axis loses it.
     if weight.ndim != 2 or input_rank is None or input_rank < 2:
-        return None, weight.shape[-1]
-    return input_rank, weight.shape[-1]
+        return None, channels
+    return input_rank, channels
 
 
 def outputs_come_first(node: ir.Node) -> bool:

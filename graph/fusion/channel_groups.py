@@ -52,8 +52,7 @@ class Group:
     """Connected values and the nodes around them.
 
     Attributes:
-        channels: how many each value has.
-        places: where every value has them.
+        places: where every value has its channels.
         producers, between, consumers: the layers that make, pass on and read the values.
         scaling: whether each channel of all values can be multiplied with a positive number of its own, which the
             weights of the layers then make up for. A grouped convolution ends such a group, and what makes the values
@@ -80,9 +79,7 @@ def gather(start: ir.Node, *, scaling: bool = False) -> Group:
     Raises Declined where something on the way is an input or output of the model, or mixes channels as no layer does.
     """
     first = _producer(start, scaling)
-    norm = None
-    if scaling and first is None:
-        norm = _norm(start)
+    norm = _norm(start) if scaling else None
     if first is not None:
         group = Group(first.channels, scaling)
         place = (first.axis, 1)

@@ -30,8 +30,7 @@ class After:
     """What computes a replaced value now, cut where values of the unfused model begin.
 
     Attributes:
-        result: the name that holds the new value inside `nodes`, or an initializer's, or another value of the unfused
-            model.
+        result: the name that holds the new value: of a node, of a tensor, or of another value of the unfused model.
         nodes: the new nodes, in order; empty when the value was replaced by one that was there.
         tensors: initializers that the unfused model doesn't have, by name.
     """

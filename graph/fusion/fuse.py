@@ -124,12 +124,7 @@ def _keep_declarations(original: onnx.GraphProto, rewritten: onnx.GraphProto) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Fused(Rewritten):
-    """A model after proved rewriting.
-
-    Attributes:
-        proofs: one per firing that stands, in order.
-        undone: firings whose proof failed; the model is as if they had never been tried.
-    """
+    """A model after proved rewriting: a proof per firing that stands, and firings undone, as if never tried."""
 
     proofs: tuple[Proof, ...]
     undone: tuple[Proof, ...]
@@ -143,11 +138,7 @@ def fuse(
     floors: Mapping[str, float] | None = None,
     fold_limit: int = 1 << 20,
 ) -> Fused:
-    """Applies the rules and keeps what is proved on `feeds`; `model` is left as it was.
-
-    Args:
-        feeds: real inputs, at other sizes too where axes are dynamic.
-        floors: relative L2 noise floor of values by name; see `prove`.
+    """Applies the rules and keeps what is proved on `feeds`, of several sizes where axes are dynamic; see `prove`.
 
     Raises:
         StageError: the model can't be run, no feed is given, or the model is not valid before any rule fires.
@@ -236,12 +227,7 @@ def _first_failed(proofs: Sequence[Proof]) -> Proof | None:
 
 
 def _examine(model: Light, original: Light) -> tuple[str | None, list[str]]:
-    """Why a result can't be used (None where it can), and notes for the report.
-
-    It can't be used when onnxruntime doesn't load it, or when onnx's plain check refuses it and passes the original. A
-    complaint of onnx's shape check alone becomes a note: a file may hide a fault from that check behind shapes that
-    can't be inferred, folding makes them known, and runtimes take the model as before.
-    """
+    """Why a result can't be used (None where it can), and notes for the report."""
     try:
         # Loading is the check that counts: every later stage runs the model.
         OnnxRuntime(few_runs=True).open(model)
@@ -252,6 +238,8 @@ def _examine(model: Light, original: Light) -> tuple[str | None, list[str]]:
     if full is None:
         return None, []
     before = weightless(original).SerializeToString()
+    # Refused where onnx's plain check refuses it and passes the original. A complaint of the shape check alone becomes
+    # a note: a file may hide a fault from it behind shapes that can't be inferred, and folding makes them known.
     plain = _complaint(source, full=False)
     if plain and not _complaint(before, full=False):
         return plain, []

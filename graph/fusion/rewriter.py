@@ -32,7 +32,6 @@ class Rewriting:
     """A model being rewritten: hands rules their graphs, applies what they decide, keeps the record.
 
     Attributes:
-        model: rewritten in place.
         denied: sites at which nothing may fire (their proof failed in an earlier pass).
         limit: stop after this many firings; None for no limit. Rewriting is deterministic, so the first k firings of
             two passes are the same: this is what bisecting stands on.

@@ -6,12 +6,11 @@ graph/fusion/verify_rewrites.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from layerline.graph.analysis.ir_queries import consumers
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewrite, Rewriting
 
@@ -60,19 +59,13 @@ def on(name: str, *ops: str) -> Callable[[Rewrite], Rule]:
 def sole(value: ir.Value | None, reader: ir.Node) -> None:
     """Declines unless `reader` is the only one that sees `value`."""
     assert value is not None
-    producer = value.producer()
-    what = f"{producer.op_type} output {value.name}" if producer is not None else f"{value.name}"
-    if value.is_graph_output():
-        raise Declined(f"{what} is a graph output")
-    for node in consumers(value):
-        if node is not reader:
-            raise Declined(f"{what} has a second consumer {node.outputs[0].name}")
+    _refuse_readers(value, {reader: None}, "a second")
 
 
 def only_within(node: ir.Node, *inputs: ir.Value | None) -> None:
     """Declines unless everything between `inputs` and `node` is read only there, so that all of it can go."""
     # The node and all that it is computed from, up to `inputs`; Constant nodes may be shared and are left out.
-    region = {node}
+    region = {node: None}
     pending = [node]
     while pending:
         for value in pending.pop().inputs:
@@ -80,13 +73,20 @@ def only_within(node: ir.Node, *inputs: ir.Value | None) -> None:
                 continue
             producer = value.producer()
             if producer is not None and producer not in region and producer.op_type != "Constant":
-                region.add(producer)
+                region[producer] = None
                 pending.append(producer)
-    for inner in region - {node}:
+    for inner in region:
         for value in inner.outputs:
-            if value.is_graph_output():
-                raise Declined(f"{inner.op_type} output {value.name} is a graph output")
-            for reader in consumers(value):
-                if reader not in region:
-                    name = reader.outputs[0].name
-                    raise Declined(f"{inner.op_type} output {value.name} has another consumer {name}")
+            if inner is not node:
+                _refuse_readers(value, region, "another")
+
+
+def _refuse_readers(value: ir.Value, allowed: Collection[ir.Node], other: str) -> None:
+    """Declines where anything but these nodes sees a value."""
+    producer = value.producer()
+    what = f"{producer.op_type} output {value.name}" if producer is not None else f"{value.name}"
+    if value.is_graph_output():
+        raise Declined(f"{what} is a graph output")
+    for node in value.consumers():
+        if node not in allowed:
+            raise Declined(f"{what} has {other} consumer {node.outputs[0].name}")

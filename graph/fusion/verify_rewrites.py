@@ -45,7 +45,6 @@ class Proof:
         error: relative L2 error, the worst over the feeds; inf for another shape and for one-sided NaN or Inf. 0
             without a run where the bytes are the same by construction.
         tolerance: the greatest error that is rounding.
-        feeds: how many feeds it was measured on.
         why: what was wrong where no error could be measured (the runtime refuses the model).
         equal: whether every value is the same, number by number: `error` is of one of them.
     """
@@ -64,19 +63,16 @@ class Proof:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """One value of the unfused model beside what computes it now.
+    """One value of the unfused model beside what computes it now."""
 
-    Attributes:
-        index: tells the names of one comparison from those of another: two firings may have made values of one name.
-        whole: leaves both sides to numpy.
-        equal: asks only whether the two are the same numbers, as a folded weight is: a third of the work.
-    """
-
+    # Tells the names of one comparison from those of another: two firings may have made values of one name.
     index: int
     name: str
     after: After
     type: int
+    # Leaves both sides to numpy.
     whole: bool
+    # Asks only whether the two are the same numbers, as a folded weight is: a third of the work.
     equal: bool
 
     def key(self, what: str) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import constant, consumers, dim, optional_input, parent, scalar
+from layerline.graph.analysis.ir_queries import constant, dim, optional_input, parent, scalar
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import each, on
@@ -43,7 +43,7 @@ def split(node: ir.Node, work: Rewriting) -> None:
     """SplitToSequence whose pieces are each picked by number: one Split."""
     name = node.outputs[0].name
     lengths = _lengths(node)
-    picks = consumers(node.outputs[0])
+    picks = node.outputs[0].consumers()
     indices: list[float] = []
     for pick in picks:
         index = scalar(pick.inputs[1]) if pick.op_type == "SequenceAt" else None

@@ -189,14 +189,11 @@ def _scaled(node: ir.Node, norm: ir.Node, scale: Array, amount: Array, tape: Tap
     was_finite = _all_finite(scale, bias)
     # In the weights' own type, as the graph computed it.
     with np.errstate(over="ignore", invalid="ignore"):
-        if node.op_type == "Mul":
-            scale = scale * amount
-            if bias is not None:
-                bias = bias * amount
-        elif bias is None:
-            bias = amount
+        if node.op_type == "Add":
+            bias = amount if bias is None else bias + amount
         else:
-            bias = bias + amount
+            scale = scale * amount
+            bias = None if bias is None else bias * amount
     if was_finite and not _all_finite(scale, bias):
         raise Declined(f"scale or bias of {norm.op_type} {norm.outputs[0].name} would overflow {scale.dtype}")
     stem = node.outputs[0].name

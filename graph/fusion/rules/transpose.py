@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import BROADCASTING, constant, consumers, parent, rank
+from layerline.graph.analysis.ir_queries import BROADCASTING, constant, parent, rank
 from layerline.graph.analysis.symbolic_sizes import Dim, Size, broadcast, product, sizes
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on, sole
@@ -100,7 +100,7 @@ def _pulled(
         return tape.initializer(ir.tensor(array.transpose(perm).copy()), f"{value.name}/transposed"), 0
     node = value.producer()
     # Another reader would need a Transpose of its own.
-    if node is None or depth == 0 or any(c is not reader for c in consumers(value)) or value.is_graph_output():
+    if node is None or depth == 0 or any(c is not reader for c in value.consumers()) or value.is_graph_output():
         return None
     if rank(value) != len(perm):
         return None
