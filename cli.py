@@ -230,9 +230,13 @@ def tune(
 
     Runs quantize with quantize.search, and shows what each layer costs and saves, and what was chosen.
     """
+    from layerline.pipeline.config.quantize_fields import takes_fp8
+
     options = ["quantize.search=true"]
     if max_drop is not None:
         options.append(f"quantize.max_drop={max_drop}")
+    if takes_fp8(shared.project.stages):
+        options.append("quantize.try_fp8=true")
     shared = replace(shared, sets=(*options, *shared.sets))
     _run(shared, ["quantize"], tables=("repairs", "search", "slices", "flipped answers"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from layerline.backends.base import Feed
@@ -72,15 +72,15 @@ class Conversion:
         repaired = self.repaired(calibrated)
         if not fields.search:
             return Result(repaired.converted, repaired.added_to)
-        half_type = ""
+        others = ["fp8"] if fields.try_fp8 else []
         if "rest" not in fields.model_fields_set:
-            half_type = self._formats.half_type or "fp16"
+            others.append(self._formats.half_type or "fp16")
         search = format_search.Search(
             start=repaired,
             make=self.maker(repaired.calibrated),
             judge=search_judge.first_samples_first(self.judge, self.evaluation, fields.budget or SEARCH_DROP),
             float_format=fields.rest,
-            half_type=half_type,
+            others=others,
             log=self.data.log.say,
         )
         outcome = search.run()
@@ -116,15 +116,18 @@ class Conversion:
         """With its biases corrected, where that is wanted, and the model with all of it quantised."""
         if self.fields.bias_correction or self.fields.search:
             calibrated = calibrated.corrected()
-        return calibrated, self.maker(calibrated)((), ())
+        return calibrated, self.maker(calibrated)((), {})
 
     def maker(self, calibrated: Calibrated) -> format_search.Make:
-        """Makes the model in which further layers stay float, or are half precision."""
+        """Makes the model in which further layers stay float, or have other formats than the mode's."""
         fields, formats = self.fields, self._formats
         greatest = functools.cache(lambda: convert.greatest_values(calibrated.model, self.data, self.probes))
 
-        def make(kept: Collection[str], half: Collection[str]) -> Converted:
-            converted = calibrated.converted(dict.fromkeys(kept, f"search: in {fields.format} the budget fails"))
+        def make(kept: Collection[str], others: Mapping[str, str]) -> Converted:
+            fp8 = {layer for layer, name in others.items() if name == "fp8"}
+            half = others.keys() - fp8
+            reason = f"search: in {fields.format} the budget fails"
+            converted = calibrated.converted(dict.fromkeys(set(kept) - fp8, reason), fp8)
             if fields.rest != "fp32":
                 return convert.to_half(converted, greatest(), fields.rest, skip=fields.skip, single=formats.single)
             in_half = {*formats.half, *half}

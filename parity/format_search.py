@@ -46,6 +46,7 @@ class Outcome:
     Attributes:
         converted: the model.
         formats: format of each layer that was quantised at first.
+        quantized: the format that it had then.
         rows: the table: one row a layer.
         evaluations: how many assignments were evaluated on the budget.
         saved: part of the float model's bytes that the assignment saves, from 0 to 1.
@@ -55,6 +56,7 @@ class Outcome:
 
     converted: Converted
     formats: Mapping[str, str]
+    quantized: Mapping[str, str]
     rows: Sequence[Mapping[str, Scalar]]
     evaluations: int
     saved: float
@@ -75,7 +77,7 @@ class Outcome:
             fields["bias_correction"] = "true"
         if start.repairs:
             fields["repairs"] = f"[{', '.join(start.repairs)}]"
-        patterns = fragment(model, layers, self.formats)
+        patterns = fragment(model, layers, self.formats, self.quantized)
         if patterns:
             fields["layers"] = json.dumps(patterns, ensure_ascii=False)
         if fields:
@@ -97,7 +99,7 @@ class Outcome:
         return self.repaired.added_to(report)
 
 
-Make = Callable[[Collection[str], Collection[str]], Converted]
+Make = Callable[[Collection[str], Mapping[str, str]], Converted]
 
 
 @dataclass(kw_only=True)
@@ -106,10 +108,11 @@ class Search:
 
     Attributes:
         start: the model in which every layer is quantised, what it was made from, and its verdict.
-        make: the model in which these layers stay float, and those of the second argument are half precision.
+        make: the model in which these layers are not quantised as the mode says, and have the formats of the second
+            argument, or else stay float.
         judge: evaluates a model on the budget.
         float_format: what stays float: "fp32", or a half type.
-        half_type: the half type that is tried for what stays float32; "" for none.
+        others: formats that are tried for what stays float, the cheapest first: fp8, a half type.
         log: called with one line for each evaluation.
     """
 
@@ -117,10 +120,11 @@ class Search:
     make: Make
     judge: Judge
     float_format: str
-    half_type: str
+    others: Sequence[str]
     log: Callable[[str], None]
     _verdicts: dict[frozenset[str], Verdict] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)
+    _chosen: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         kept: frozenset[str] = frozenset()
@@ -162,7 +166,7 @@ class Search:
         """Whether the budget holds if these layers stay float; evaluated once for each set."""
         if kept not in self._verdicts:
             what = f"{len(kept)} of {len(self._layers)} layers float"
-            self._verdicts[kept] = self._evaluate(self.make(kept, ()), kept, what)
+            self._verdicts[kept] = self._evaluate(self.make(kept, {}), kept, what)
         return self._verdicts[kept].passed
 
     def _evaluate(self, converted: Converted, kept: frozenset[str], what: str) -> Verdict:
@@ -244,26 +248,39 @@ class Search:
                 groups = [group[:middle], group[middle:], *groups]
 
     def _outcome(self, kept: frozenset[str], converted: Converted) -> Outcome:
+        for name in self.others:
+            converted = self._in_format(kept, name, converted)
+        # Half precision has its own reasons to leave a layer in float32, such as its range; fp8 has no form of a pool.
+        reasons = Counter(item.name for item in converted.plan.kept)
+        quantized = {reader for value in converted.plan.values for reader, _ in value.readers}
         formats = self._formats(kept)
-        in_half = {**formats, **dict.fromkeys(kept, self.half_type)}
-        halved: frozenset[str] = frozenset()
-        plain = converted
+        for layer, name in self._chosen.items():
+            has_form = reasons[layer] < 2
+            if name in FORMATS:
+                has_form = layer in quantized
+            if has_form:
+                formats[layer] = name
+        return self._result(converted, formats, ())
+
+    def _in_format(self, kept: frozenset[str], name: str, converted: Converted) -> Converted:
+        """Tries a cheaper format for what is float so far: for all of it, else in groups."""
+        formats = {**self._formats(kept), **self._chosen}
+        left = kept - self._chosen.keys()
+        if not left or self._costs.cost({**formats, **dict.fromkeys(left, name)}) >= self._costs.cost(formats):
+            return converted
 
         def accepts(group: list[str]) -> bool:
-            nonlocal halved, converted
-            tried = halved | frozenset(group)
+            nonlocal converted
+            tried = {**self._chosen, **dict.fromkeys(group, name)}
             candidate = self.make(kept, tried)
-            passed = self._evaluate(candidate, kept, f"{len(tried)} of these {len(kept)} in {self.half_type}").passed
+            count = list(tried.values()).count(name)
+            passed = self._evaluate(candidate, kept, f"{count} of these {len(kept)} in {name}").passed
             if passed:
-                halved, converted = tried, candidate
+                self._chosen, converted = tried, candidate
             return passed
 
-        if kept and self.half_type and self._costs.cost(in_half) < self._costs.cost(formats):
-            self._offer(kept, accepts, max(MOST_EVALUATIONS, self._evaluations + 1))
-        # Half precision has its own reasons to leave a layer in float32, such as its range.
-        single = {item.name for item in converted.plan.kept[len(plain.plan.kept) :]}
-        formats.update(dict.fromkeys(halved - single, self.half_type))
-        return self._result(converted, formats, ())
+        self._offer(left, accepts, max(MOST_EVALUATIONS, self._evaluations + 1))
+        return converted
 
     def _formats(self, kept: frozenset[str]) -> dict[str, str]:
         return {**self._quantized, **dict.fromkeys(kept, self.float_format)}
@@ -301,6 +318,7 @@ class Search:
         return Outcome(
             converted=converted,
             formats=formats,
+            quantized=self._quantized,
             rows=rows,
             evaluations=self._evaluations,
             saved=1 - self._costs.cost(formats, self.float_format) / in_float,
@@ -320,13 +338,16 @@ class Search:
         return f"in {self._quantized[layer]} the budget fails: {verdict.seen}"
 
 
-def fragment(model: Light, layers: Mapping[str, str], formats: Mapping[str, str]) -> dict[str, str]:
+def fragment(
+    model: Light, layers: Mapping[str, str], formats: Mapping[str, str], quantized: Mapping[str, str]
+) -> dict[str, str]:
     """`quantize.layers` that fixes what a search chose.
 
     Args:
         model: the float model.
         layers: what pipe.yaml has already.
         formats: by the layer's first output.
+        quantized: the same of the model that the search began with.
     """
     graph = to_ir(model)
     quantizable = [node for node in graph.graph if node.op_type in OPS]
@@ -334,7 +355,7 @@ def fragment(model: Light, layers: Mapping[str, str], formats: Mapping[str, str]
     for node in quantizable:
         chosen = formats.get(first_output(node), "")
         # What is quantised has its format by the mode, or by a pattern that pipe.yaml has already.
-        if chosen and chosen not in FORMATS:
+        if chosen and chosen != quantized.get(first_output(node)):
             patterns[_pattern(graph, node, quantizable)] = chosen
     return patterns
 

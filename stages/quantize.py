@@ -31,7 +31,7 @@ class Quantize(QuantizeFields):
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 13
+    version: ClassVar[int] = 14
     takes: ClassVar[Mapping[str, str]] = {"model": "fused"}
     gives: ClassVar[str] = "quantized"
     uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric", "show")
@@ -202,7 +202,7 @@ class Quantize(QuantizeFields):
         if self.repairs:
             repaired = conversion.repaired(calibrated)
             calibrated = repaired.calibrated
-        before = conversion.maker(calibrated)((), ())
+        before = conversion.maker(calibrated)((), {})
         models = {outcome.PTQ: before}
         start_name = outcome.PTQ
         if repaired is not None and calibrated.repairs:
@@ -210,7 +210,7 @@ class Quantize(QuantizeFields):
             models = {outcome.PTQ: repaired.plain, start_name: before}
         start = conversion.judge(before)
         trained = training.train(work, calibrated, self.training, conversion.probes)
-        after = conversion.maker(trained.calibrated)((), ())
+        after = conversion.maker(trained.calibrated)((), {})
         # Compared with the float model that training started from.
         after = dataclasses.replace(after, reference=before.reference, trained=after.reference)
         note = training.lost(start, conversion.judge(after), self.training)

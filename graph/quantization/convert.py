@@ -33,7 +33,7 @@ from layerline.graph.quantization import (
     rounding,
 )
 from layerline.graph.quantization.calibration_data import TOO_FEW, CalibrationData
-from layerline.graph.quantization.targets import OF_TYPE, OPS, TARGETS
+from layerline.graph.quantization.targets import FORMATS, OF_TYPE, OPS, TARGETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,30 +163,41 @@ class Calibrated:
             if node.output and node.output[0] in formats and node.op_type in set(OPS) - {"Concat"}
         }
 
-    def converted(self, keep: Mapping[str, str]) -> Converted:
-        """The quantised model in which these layers stay float; the reason by the layer's first output."""
+    def converted(self, keep: Mapping[str, str], fp8: Collection[str] = ()) -> Converted:
+        """The quantised model in which these layers stay float; the reason by the layer's first output.
+
+        Args:
+            fp8: layers that are fp8 instead.
+        """
         plan = self.plan
-        if keep:
-            rules = dataclasses.replace(self.rules, keep={**self.rules.keep, **keep})
+        if keep or fp8:
+            formats = {**self.rules.formats, **dict.fromkeys(fp8, "fp8")}
+            rules = dataclasses.replace(self.rules, keep={**self.rules.keep, **keep}, formats=formats)
             chosen = {(v.name, v.dtype): (v.calibrator, v.amax) for v in plan.values if v.role == "activation"}
             placed = qdq_placement.place(self.model, rules)
             plan = qdq.plan(self.model, placed, self.ranges.histograms, "mse", chosen=chosen)
             plan = rounding.with_scales(plan, self.rounded.entries)
-        quantized = qdq.apply(self.model, plan, self.rounded.arrays)
+        # Steps and mean errors of int8 mean nothing to a layer in fp8.
+        in_fp8 = {value.name for value in plan.values if value.name in self.rounded.entries and "float8" in value.dtype}
+        rounded = {name: array for name, array in self.rounded.arrays.items() if name not in in_fp8}
+        quantized = qdq.apply(self.model, plan, rounded)
         readers = {reader for value in plan.values for reader, _ in value.readers}
-        shifts = {layer: shift for layer, shift in self.shifts.items() if layer in readers}
+        shifts = {layer: shift for layer, shift in self.shifts.items() if layer in readers - set(fp8)}
         if shifts:
             quantized, _ = bias_correction.correct(quantized, shifts)
         if TARGETS[self.rules.target].integer_bias:
             quantized = integer_bias.store(quantized)
+        reference = self.model
+        if fp8:
+            reference = raise_opset(reference, FORMATS["fp8"].opset)
         return Converted(
-            reference=self.model,
+            reference=reference,
             model=quantized,
             measured=own_qdq.emulate(quantized),
             plan=plan,
             ranges=self.ranges,
             scaled=self.scaled,
-            rounded=self.rounded.arrays,
+            rounded=rounded,
             notes=(*self.notes, int8_note(int8_flag())),
         )
 

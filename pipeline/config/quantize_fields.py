@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
@@ -102,6 +102,10 @@ class QuantizeFields(Stage):
     min_db without a metric: layers that the budget needs stay float, in fp16 where that holds too and `rest` is not
     set. Tries bias_correction and repairs before (all for the mode, if repairs is not set). `pipe tune` sets it."""
 
+    try_fp8: bool = False
+    """In a search of mode int8, what the budget keeps from int8 is tried in fp8 before fp16: half of the bytes, for
+    compute capability 8.9 and later. `pipe tune` sets it where engine.targets has nothing older."""
+
     qat: QatOptions | None = None
     """For mode qat, how it trains."""
 
@@ -160,6 +164,14 @@ class QuantizeFields(Stage):
             raise ValueError(f"expected mode: {' or '.join(FORMATS)} with it")
         return search
 
+    @field_validator("try_fp8")
+    @classmethod
+    def _check_try_fp8(cls, tries: bool, info: ValidationInfo) -> bool:
+        fields = (info.data.get("mode", "int8"), info.data.get("target", "tensorrt"), info.data.get("search", False))
+        if tries and fields != ("int8", "tensorrt", True):
+            raise ValueError("expected search: true, mode: int8 and target: tensorrt with it")
+        return tries
+
     @field_validator("skip")
     @classmethod
     def _name_originals(cls, skip: tuple[str, ...]) -> tuple[str, ...]:
@@ -209,3 +221,18 @@ class QuantizeFields(Stage):
         if self.search and "min_db" not in self.model_fields_set:
             return SEARCH_DB
         return self.min_db
+
+
+def takes_fp8(stages: Sequence[Stage]) -> bool:
+    """Whether a search may choose fp8: quantize has a mode for it, and engine names devices, none older than 8.9."""
+    modes = {(stage.mode, stage.target) for stage in stages if isinstance(stage, QuantizeFields)}
+    targets: list[str] = []
+    for stage in stages:
+        targets += getattr(stage, "targets", ())
+    if modes != {("int8", "tensorrt")} or not targets:
+        return False
+    for target in targets:
+        major, _, minor = target.partition(".")
+        if not (major.isdigit() and minor.isdigit() and (int(major), int(minor)) >= (8, 9)):
+            return False
+    return True

@@ -275,3 +275,55 @@ def test_a_model_that_loses_the_budget_on_the_first_samples_is_not_run_on_the_ot
     assert first is not None and first.after["accuracy"] == pytest.approx(54 / 64)
     assert evaluation.hopeless(wrong, 0.049) is not None and evaluation.hopeless(wrong, 0.051) is None
     assert evaluation.hopeless(exact, 0.0) is None
+
+
+def test_what_int8_loses_is_tried_in_fp8_before_it_becomes_half(searched):
+    report, made = searched(try_fp8=True)
+    assert report.passed, report.gates
+    assert formats(report) == {"bad": "fp8", "h": "int8", "y": "int8"}
+    plan = QuantPlan.from_json((made.out / "plan.json").read_text())
+    types = {(value.name, value.dtype) for value in plan.values}
+    assert types == {
+        ("x", "int8"),
+        ("w1", "int8"),
+        ("b", "float8e4m3fn"),
+        ("w2", "float8e4m3fn"),
+        ("r", "int8"),
+        ("w3", "int8"),
+    }
+    note = next(n for n in report.notes if n.startswith("full evaluations"))
+    assert note.endswith('write in pipe.yaml: `quantize: {layers: {"bad": "fp8"}}`')
+    # It moves half of what fp16 moves, and pipe.yaml gives the same again.
+    half, _ = searched()
+    assert report.metrics["cost_saved_percent"] > half.metrics["cost_saved_percent"]
+    again, again_made = searched(search=False, layers={"bad": "fp8"}, max_drop="0.5%")
+    assert again.passed
+    other = QuantPlan.from_json((again_made.out / "plan.json").read_text())
+    assert {(value.name, value.dtype, value.scales) for value in other.values} == {
+        (value.name, value.dtype, value.scales) for value in plan.values
+    }
+
+
+def test_where_fp8_fails_too_the_layer_becomes_half(searched):
+    # A channel beside which even fp8's steps are too coarse for the budget on the outputs.
+    report, _ = searched(task="", try_fp8=True, min_db=38.0)
+    assert report.passed and formats(report)["bad"] == "fp16", formats(report)
+    with pytest.raises(ValidationError, match="search: true"):
+        Quantize(try_fp8=True)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "targets", "expected"),
+    [
+        ({}, ("8.9", "12.0"), True),
+        ({}, ("8.6", "8.9"), False),
+        ({}, (), False),
+        ({"mode": "fp8"}, ("8.9",), False),
+        ({"target": "onnxruntime"}, ("8.9",), False),
+    ],
+)
+def test_fp8_is_tried_where_every_device_has_it(quantize, targets, expected):
+    from layerline.pipeline.config.quantize_fields import takes_fp8
+    from layerline.stages.engine import Engine
+
+    assert takes_fp8([Quantize(**quantize), Engine(targets=targets)]) == expected
