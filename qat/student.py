@@ -46,9 +46,6 @@ class OutputMatching(Distillation):
     outputs of any size count alike, and one that tells nothing has an error of 1.
     """
 
-    def __init__(self, teacher: nn.Module, weight: float) -> None:
-        super().__init__(teacher, weight=weight)
-
     def mixed(
         self,
         outputs: Any,

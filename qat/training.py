@@ -152,7 +152,7 @@ def train(work: Work, calibrated: Calibrated, options: QatOptions, probes: Seque
             teacher=teacher,
         )
         if isinstance(run.loss, Taught) and options.distill_loss == "outputs":
-            run.loss.distillation = student.OutputMatching(run.loss.distillation.teacher, options.distill)
+            run.loss.distillation = student.OutputMatching(run.loss.distillation.teacher, weight=options.distill)
         run.loss = _freezing(run.loss, graph, run, round(options.freeze_after * run.total))
         try:
             train_loop.train(run, work.scratch, work.log)

@@ -175,20 +175,17 @@ def _settle(choice: ir.Node, inside: tuple[ir.Node, ...]) -> tuple[str, str]:
     if not dims and not inputs:
         return "constants alone", "no input and no size decides it: take the If out of the model"
     decided_by = " and ".join([*(f"the size {d}" for d in dims), *(f"what {i} holds" for i in inputs)])
-    traced = is_traced(choice, inside)
     ways: list[str] = []
-    if dims and traced:
-        ways.append(f"leave {', '.join(dims)} out of export's `dynamic`")
-    elif dims:
-        entries = ", ".join(f"{dim}: <size>" for dim in dims)
-        ways.append(f"dims: {{{entries}}}")
-    if inputs and traced:
-        ways.append(f"let example_inputs() give {', '.join(inputs)} as a plain number")
-    elif inputs:
-        entries = ", ".join(f"{name}: <number>" for name in inputs)
-        ways.append(f"values: {{{entries}}}")
-    if traced:
+    if is_traced(choice, inside):
+        if dims:
+            ways.append(f"leave {', '.join(dims)} out of export's `dynamic`")
+        if inputs:
+            ways.append(f"let example_inputs() give {', '.join(inputs)} as a plain number")
         return decided_by, f"fix that and fuse leaves one branch: {', and '.join(ways)}"
+    for field, names, kind in (("dims", dims, "size"), ("values", inputs, "number")):
+        if names:
+            entries = ", ".join(f"{name}: <{kind}>" for name in names)
+            ways.append(f"{field}: {{{entries}}}")
     return decided_by, f"fix that in pipe.yaml and fuse leaves one branch: import-onnx {{{', '.join(ways)}}}"
 
 

@@ -57,12 +57,8 @@ def sites(graph: ir.Graph, inside: tuple[ir.Node, ...] = ()) -> Iterator[NodeSit
 
 def name(node: ir.Node) -> str:
     """The node's name, or that of its first output."""
-    if node.name:
-        return node.name
-    for output in node.outputs:
-        if output.name:
-            return output.name
-    return ""
+    names = [node.name, *(output.name for output in node.outputs)]
+    return next(filter(None, names), "")
 
 
 def inferred(model: Model) -> ir.Graph:

@@ -276,15 +276,16 @@ def clash(old: ir.Value, new: ir.Value, made: Sequence[ir.Node], model: ir.Model
     A constant of more axes than what it is joined with widens the result: a rule that leaves it out would change the
     shape. None where the two agree as far as both are known. The nodes are left as they were.
     """
-    outputs = [output for node in made for output in node.outputs]
-    before = [(output.shape, output.type) for output in outputs]
+    before: dict[ir.Value, tuple[ir.Shape | None, ir.TypeProtocol | None]] = {}
+    for node in made:
+        before.update((output, (output.shape, output.type)) for output in node.outputs)
     # The graph has names of unknown sizes already.
     symbols = Symbols(model.opset_imports, unknown="made__")
     for node in made:
         symbols.infer(node)
     old_shape = sizes(old)
     new_shape = sizes(new)
-    for output, (shape, kind) in zip(outputs, before, strict=True):
+    for output, (shape, kind) in before.items():
         output.shape = shape
         output.type = kind
     if old_shape is None or new_shape is None:

@@ -126,13 +126,12 @@ def matmul_add(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  
         if bias is product:
             raise Declined(f"{node.outputs[0].name} adds MatMul {product.name} to itself; both are needed")
         a, b = matmul.inputs
+        where = f"MatMul {product.name}"
         if rank(a) != 2 or rank(b) != 2:
-            raise Declined(
-                f"MatMul {matmul.outputs[0].name} multiplies ranks {rank(a)} and {rank(b)}; Gemm takes 2 and 2"
-            )
+            raise Declined(f"{where} multiplies ranks {rank(a)} and {rank(b)}; Gemm takes 2 and 2")
         assert a is not None and b is not None  # they have a rank
         if a.dtype not in FLOATS:
-            raise Declined(f"MatMul {matmul.outputs[0].name} multiplies {a.dtype}, which Gemm doesn't take")
+            raise Declined(f"{where} multiplies {a.dtype}, which Gemm doesn't take")
         _refuse_wide_bias(bias, a, b, matmul)
         sole(product, node)
         return tape.op("Gemm", [a, b, bias])

@@ -150,10 +150,8 @@ def affine(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # no
     for side in (0, 1):
         norm = parent(node.inputs[side], *NORMS)
         amount = constant(node.inputs[1 - side])
-        if norm is None or amount is None:
-            continue
-        scale = constant(norm.inputs[1])
-        if scale is None:
+        scale = None if norm is None else constant(norm.inputs[1])
+        if norm is None or amount is None or scale is None:
             continue
         # RMSNormalization has a scale and no bias.
         if node.op_type == "Add" and norm.op_type == "RMSNormalization":
@@ -204,4 +202,4 @@ def _scaled(node: ir.Node, norm: ir.Node, scale: Array, amount: Array, tape: Tap
 
 
 def _all_finite(scale: Array, bias: Array | None) -> bool:
-    return bool(np.isfinite(scale).all()) and (bias is None or bool(np.isfinite(bias).all()))
+    return all(array is None or np.isfinite(array).all() for array in (scale, bias))
