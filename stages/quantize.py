@@ -31,7 +31,7 @@ class Quantize(QuantizeFields):
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 14
+    version: ClassVar[int] = 15
     takes: ClassVar[Mapping[str, str]] = {"model": "fused"}
     gives: ClassVar[str] = "quantized"
     uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric", "show")
@@ -117,6 +117,8 @@ class Quantize(QuantizeFields):
         model = onnx_files.parts(folder / onnx_files.FILE)
         probes = probe_files.load(folder)
         signature = Signature.load(folder)
+        # Of fp8 no range is chosen, so that there is nothing to judge.
+        chooses = self.calibrator == "auto" and "int8" in (self.format, *self.layers.values())
         data = CalibrationData(
             work,
             signature.inputs,
@@ -126,7 +128,7 @@ class Quantize(QuantizeFields):
             choice=self.selection,
             stop_early=self.stop_early and self.stop_early / 100,
             percentile=100.0 if self.calibrator == "minmax" else self.percentile,
-            holds_out=self.calibrator == "auto" or self.bias_correction or bool(self.repairs) or self.search,
+            holds_out=chooses or self.bias_correction or bool(self.repairs) or self.search,
         )
         evaluation = accuracy_budget.Evaluation(data)
         # Names first: what follows may take minutes.

@@ -128,3 +128,24 @@ def test_names_of_the_model_may_be_those_that_a_trial_uses():
     light, placed, histograms, feed = setup(text, f32(3, 4), w=f32(4, 4))
     errors = range_choice.choose(light, Rules(), placed, histograms, [feed], percentile=99.99).errors
     assert {layer for _, _, layer in errors} == {"q", "e"}
+
+
+def test_a_layer_that_fp8_does_not_serve_stays_float():
+    # Two large channels cancel in the product: what is left is below a step of fp8, of which each has 3 bits.
+    x = np.abs(f32(64, 8)) + 1
+    x[:, 1] = x[:, 0] = 100 * x[:, 0]
+    weight = np.eye(8, dtype=np.float32)[:, :3].copy()
+    weight[:2] = [[1, 1, 1], [-1, -1, -1.003]]
+    text = "g (float[64, 8] x) => (float[64, 3] y, float[64, 8] z) { y = MatMul (x, w) z = MatMul (x, v) }"
+    light, _, histograms, feed = setup(text, x, w=weight, v=np.eye(8, dtype=np.float32))
+    rules = Rules(format="fp8")
+    placed = place(light, rules)
+    from layerline.graph.io.opset import raise_opset
+
+    light = raise_opset(light, 19)
+    chosen = range_choice.choose(light, rules, placed, histograms, [feed], percentile=99.99)
+    assert list(chosen.floated) == ["y"] and chosen.floated["y"] < 10
+    assert chosen.rules.keep["y"].startswith("fp8 would leave it")
+    [x_only] = [item for item in chosen.placement.wanted if item.role == "activation"]
+    assert x_only.readers == (("z", 0),)
+    assert chosen.thresholds["x", "float8e4m3fn"] == ("minmax", pytest.approx(float(np.abs(x).max())))
