@@ -628,7 +628,7 @@ _UNLIKE = {
     "dtype": "rank 0 has parameter 3.weight: float32 (3, 7), rank 1 has parameter 3.weight: float64 (3, 7)",
     "name": "rank 0 has parameter 3.weight: float32 (3, 7), rank 1 has parameter 4.weight: float32 (3, 7)",
     "frozen": "rank 0 has parameter 0.bias: float32 (7,), rank 1 has parameter 0.bias: float32 (7,), frozen",
-    "fewer": "rank 0 has parameter 3.weight: float32 (3, 7), rank 1 has config optimizer.name: 'adamw'",
+    "fewer": "rank 0 has parameter 3.weight: float32 (3, 7), rank 1 has config optimizer.weight_decay: None",
     "config": "rank 0 has config optimizer.lr: 0.001, rank 1 has config optimizer.lr: 0.002",
 }
 
