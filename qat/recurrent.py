@@ -40,6 +40,7 @@ def gru(
     outputs: list[Tensor] = []
     states: list[Tensor] = []
     for number in range(len(r)):
+        # Of a bidirectional layer the second direction runs from the end.
         backwards = attrs.get("direction") == "reverse" or number == 1
         sequence = x.flip(0) if backwards else x
         y, state = _reset_first(sequence, start[number], *parameters[4 * number : 4 * number + 4])
@@ -80,6 +81,7 @@ def _start(x: Tensor, r: Tensor, state: Tensor | None) -> Tensor:
 
 def _parameters(w: Tensor, r: Tensor, bias: Tensor | None, order: Sequence[int]) -> list[Tensor]:
     """By direction: the weights of the input and of the state and their biases, with torch's order of gates."""
+    # ONNX has the biases of the input and of the state side by side, or none.
     if bias is None:
         bias = w.new_zeros(len(w), 2 * w.shape[1])
     parameters: list[Tensor] = []

@@ -282,6 +282,7 @@ def _with_scales(plan: QuantPlan, model: Light, scales: Mapping[tuple[str, str],
     values = []
     for item in plan.values:
         numbers = tuple(shortest(scale) for scale in scales[item.name, item.dtype])
+        # An activation keeps the range that calibration saw; trained weights have another.
         ends = item.seen
         weight = weight_of(stored[item.name]) if item.role == "weight" else None
         if weight is not None:

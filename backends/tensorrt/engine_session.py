@@ -76,6 +76,7 @@ class EngineSession:
         return arrays
 
     def _shape_range(self, name: str, index: int) -> ShapeRange:
+        # -1 stands for a dynamic size; only inputs that have one are in the engine's profiles.
         fixed = tuple(self._engine.get_tensor_shape(name))
         if all(d >= 0 for d in fixed):
             return ShapeRange(fixed, fixed, fixed)

@@ -127,11 +127,13 @@ def _indices(site: NodeSite) -> Iterator[Refusal]:
     numbers = ir_queries.constant(node.inputs[position])
     if numbers is None or not numbers.size:
         return
-    limit, bound = 2**31, "no axis has 2^31 elements"
+    limit = 2**31
+    bound = "no axis has 2^31 elements"
     if not node.op_type.endswith("ND"):
         size = ir_queries.dim(node.inputs[0], node.attributes.get_int("axis", 0))
         if isinstance(size, int):
-            limit, bound = size, f"the axis has {size} elements"
+            limit = size
+            bound = f"the axis has {size} elements"
     outside = (numbers >= limit) | (numbers < -limit)
     if outside.any():
         what = f"the index {numbers[outside][0]} is out of range: {bound}"

@@ -59,7 +59,10 @@ def parse_failed(errors: Sequence[Any], modules: Mapping[str, str], path: Path) 
     if not errors:
         return StageError("TensorRT's parser can't read the file", where="model.onnx")
     first = errors[0]
-    node, op, text = first.node_name(), first.node_operator(), plain(first.desc())
+    node = first.node_name()
+    op = first.node_operator()
+    text = plain(first.desc())
+    # Of some faults the parser tells only which of its functions refused.
     if not node and not op:
         op, named = _suspects(str(first.func()), text, path)
         node = "".join(named[:1])
@@ -67,15 +70,14 @@ def parse_failed(errors: Sequence[Any], modules: Mapping[str, str], path: Path) 
             text += f" (one of {len(named)} {op} nodes: {first_few(named)})"
     if text == "false" or "Plugin not found" in text or "creator" in text:
         text = "it has no importer for this operator"
+    what = f"TensorRT's parser refuses {op or 'the graph'}: {text}"
     others = sorted({e.node_name() for e in errors} - {node, ""})
-    more = ""
     if others:
-        more = f"; {len(others)} more nodes, {others[0]} among them"
+        what += f"; {len(others)} more nodes, {others[0]} among them"
+    where = _where(node, op, modules)
     if op and not node:
         where = f"{op} node without a name, number {first.node()}"
-    else:
-        where = _where(node, op, modules)
-    return StageError(f"TensorRT's parser refuses {op or 'the graph'}: {text}{more}", where=where, hint=_hint(text))
+    return StageError(what, where=where, hint=_hint(text))
 
 
 def _suspects(function: str, text: str, path: Path) -> tuple[str, list[str]]:

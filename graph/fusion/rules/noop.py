@@ -196,6 +196,7 @@ def single(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # no
 @on("noop-arithmetic", "Add", "Sub", "Mul", "Div", "Pow")
 def arithmetic(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """x * 1, x / 1, x + 0, x - 0 and x ** 1, where the constant doesn't broadcast x to another shape."""
+    # 0 - x and 1 / x are not x.
     sides: tuple[int, ...] = (0, 1) if node.op_type in ("Add", "Mul") else (0,)
     neutral = 0 if node.op_type in ("Add", "Sub") else 1
     for side in sides:

@@ -102,6 +102,7 @@ def _before(node: ir.Node) -> _Pad | None:
     # All starts first, then all ends.
     before = amounts[:count]
     after = amounts[count:]
+    # A Conv pads spatial axes only, and never cuts.
     if any(before[:2]) or any(after[:2]) or min(amounts) < 0:
         raise Declined(f"Pad {name} changes batch or channels, or cuts ({amounts})")
     if node.attributes.get_string("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
