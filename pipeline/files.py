@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.inputs.untrusted import is_digest, open_file, printable, read_bytes, read_json
+from layerline.pipeline.inputs.untrusted import is_digest, open_file, printable, read_json
 
 if sys.platform == "linux":
     import fcntl
@@ -224,23 +224,15 @@ def _stamp(path: Path) -> tuple[str, bool]:
     return f"{s.st_dev}.{s.st_ino}.{s.st_size}.{s.st_mtime_ns}.{s.st_ctime_ns}", settled
 
 
-# A state folder may be a link to another disk. A link may also come with somebody else's project and lead to the user's
-# own files: it is followed only to a folder that holds nothing but the state of this project.
-_IGNORE, _OWNER = ".gitignore", "project"
-_FOLDERS = frozenset({"cache", "ledger", "running", "store", "work"})
 _PARTIAL = re.compile(r"\..+\.\d+\.\d{6,}")
-_PROJECTS = (".git", "pipe.yaml")
 
 
 def claim(state: Path) -> None:
-    """Makes a project's state folder and keeps it out of the project's git; a linked one notes down its project."""
+    """Makes a project's state folder, and keeps it out of the project's git."""
     state.mkdir(parents=True, exist_ok=True)
-    ignore = state / _IGNORE
+    ignore = state / ".gitignore"
     if not os.path.lexists(ignore):  # a link that leads nowhere is not followed
         ignore.write_text("*\n", "utf-8")
-    owner = state / _OWNER
-    if state.is_symlink() and not os.path.lexists(owner):
-        owner.write_text(os.path.realpath(state.parent), "utf-8")
 
 
 def is_partial(name: str) -> bool:
@@ -249,43 +241,11 @@ def is_partial(name: str) -> bool:
 
 
 def check_link(state: Path) -> None:
-    """Refuses a link in the place of the state that leads to anything but a state folder of this project."""
-    problem = _problem(state, Path(os.path.realpath(state))) if state.is_symlink() else ""
-    if problem:
+    """Refuses a link in the place of the state: one in somebody else's project may lead to the user's own files."""
+    if state.is_symlink():
         target = printable(str(state.readlink()), 200)
         raise ConfigError(
-            f"it is a link to '{target}', {problem}, so layerline writes and removes nothing there",
+            f"it is a link to '{target}', so layerline writes and removes nothing there",
             where=state.name,
-            hint="link it to an empty folder of your own outside of any project, or remove the link",
+            hint="put a folder in its place, or remove it; a project as a whole may lie on another disk",
         )
-
-
-def _problem(state: Path, target: Path) -> str:
-    """Why a folder is no state folder for this project; empty where it is one."""
-    if not target.is_dir():
-        return "which is no folder"
-    if os.name != "nt" and target.stat().st_uid != os.getuid():
-        return "a folder of another user"
-    for folder in (target, *target.parents):
-        for name in _PROJECTS:
-            if os.path.lexists(folder / name):
-                return f"which lies in the project {printable(str(folder), 200)}"
-    entries = sorted(target.iterdir())
-    if entries and _text(target / _IGNORE) != "*\n":
-        return f"which holds files that are not layerline's ({printable(entries[0].name, 80)!r})"
-    for path in entries:
-        is_own = path.name in (_IGNORE, _OWNER) or is_partial(path.name)
-        if not is_own and not (path.name in _FOLDERS and path.is_dir() and not path.is_symlink()):
-            return f"which holds files that are not layerline's ({printable(path.name, 80)!r})"
-    owner = _text(target / _OWNER)
-    if owner not in ("", os.path.realpath(state.parent)):
-        return f"the state of {printable(owner, 200)} (if that project was moved here, remove {_OWNER!r} there)"
-    return ""
-
-
-def _text(path: Path) -> str:
-    """A file's text; empty where there is none that could be ours."""
-    try:
-        return read_bytes(path, 1 << 16).decode()
-    except (OSError, ValueError):
-        return ""

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -260,51 +259,14 @@ def test_gc_follows_no_link_in_the_state(folder: Folder, tmp_path: Path) -> None
     assert [p.name for p in victim.iterdir()] == [".x.1.2"] and check.passed_before(folder.load(), "0" * 64)
 
 
-def test_the_state_may_lie_on_another_disk(folder: Folder, tmp_path: Path) -> None:
-    target = tmp_path / "disk" / "state"
-    target.mkdir(parents=True)
-    folder.state.symlink_to(target)
-    assert folder.run().passed and folder.ran() == []
-    assert sorted(p.name for p in target.iterdir()) == [
-        ".gitignore", "cache", "ledger", "project", "running", "store", "work"
-    ]  # fmt: skip
-    folder.run(None, "double.factor=3")
-    assert len(stored(folder)) == 5
-    collect(folder, 0)
-    assert len(stored(folder)) == 3 and housekeeping.verify(folder.load()) == (3, [])
-
-
-def test_a_state_that_was_moved_to_another_disk_goes_on(folder: Folder, tmp_path: Path) -> None:
-    folder.run()
-    folder.state.rename(tmp_path / "moved")
-    folder.state.symlink_to(tmp_path / "moved")
-    assert folder.ran() == []
-
-
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (lambda home: (home / "work" / "mine").mkdir(parents=True), "not layerline's"),
-        (lambda home: (home / "notes.txt").write_text("mine"), "not layerline's"),
-        (lambda home: [(home / ".gitignore").write_text("*\n"), (home / "notes").write_text("")], "not layerline's"),
-        (lambda home: [(home / ".gitignore").write_text("*\n"), (home / "work").symlink_to(home)], "not layerline's"),
-        (lambda home: (home / ".gitignore").write_text("*.pyc\n"), "not layerline's"),
-        (lambda home: (home.parent / ".git").mkdir(), "lies in the project"),
-        (lambda home: (home.parent / "pipe.yaml").write_text(""), "lies in the project"),
-        (lambda home: [(home / ".gitignore").write_text("*\n"), (home / "project").write_text("/a")], "state of /a"),
-        (lambda home: home.rmdir(), "which is no folder"),
-    ],
-)
-def test_a_link_to_what_is_no_state_of_this_project_is_refused(
-    make: Callable[[Path], object], told: str, folder: Folder, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["work", ".gitignore", "notes.txt"])
+def test_a_link_in_the_place_of_the_state_is_refused(name: str, folder: Folder, tmp_path: Path) -> None:
     home = tmp_path / "outside" / "home"
-    home.mkdir(parents=True)
-    make(home)
+    (home / name).mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     folder.state.symlink_to(home)
     for command in (lambda: collect(folder, 0), folder.run, lambda: housekeeping.verify(folder.load())):
-        with pytest.raises(ConfigError, match=rf"\.layerline: it is a link to '.*home', .*{told}"):
+        with pytest.raises(ConfigError, match=r"\.layerline: it is a link to '.*home'"):
             command()
     assert sorted(tmp_path.rglob("*")) == sorted([*before, folder.state])
 
