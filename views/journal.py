@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,9 +17,10 @@ from pydantic import TypeAdapter
 from layerline.pipeline.commands.lookup import Log
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.files import write_own
-from layerline.pipeline.inputs.untrusted import printable, read_json
+from layerline.pipeline.inputs.untrusted import launched, printable, read_json
+from layerline.pipeline.records.ledger import new_run_id
 from layerline.pipeline.records.run_lock import going_on
-from layerline.pipeline.runner import Listener, Result
+from layerline.pipeline.runner import Listener, Outcome, Result, Runner
 from layerline.pipeline.stage import Stage
 from layerline.views import lines
 from layerline.views.formatting import figure, heading
@@ -145,3 +146,22 @@ class Listeners:
     def finished(self, result: Result) -> None:
         for listener in self._listeners:
             listener.finished(result)
+
+
+def watched_run(project: Project, listener: Listener, names: Sequence[str] | None, *, force: bool) -> Outcome:
+    """Runs stages. The first rank keeps the file for `pipe report --serve`, and logs where pipe.yaml says."""
+    if launched()[0]:
+        return Runner(project, listener).run(names, force=force)
+    listeners = Listeners(listener, Journal(project))
+    if project.track is None:
+        return Runner(project, listeners).run(names, force=force)
+    from layerline.views.track import Tracking  # here: it imports the page
+
+    run_id = new_run_id()
+    tracking = Tracking(project, run_id, listener)
+    done = None
+    try:
+        done = Runner(project, Listeners(listeners, tracking)).run(names, force=force, run_id=run_id)
+    finally:
+        tracking.end(done)
+    return done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from layerline.pipeline.commands.housekeeping import Garbage, Problem
@@ -15,7 +16,9 @@ from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step, shown
 from layerline.pipeline.reasons import awaited, changes
 from layerline.pipeline.records.ledger import Run
-from layerline.pipeline.report import Order, Report
+from layerline.pipeline.report import LayerDiff, Order, Report
+from layerline.pipeline.runner import Outcome
+from layerline.pipeline.why import Trial
 from layerline.views.follow import in_network_order
 from layerline.views.selection import Row
 
@@ -35,6 +38,36 @@ def status(steps: Sequence[Step], states: Mapping[str, str]) -> Document:
         for step in steps
     ]
     return {"stages": rows}
+
+
+def run(done: Outcome, report: Report | None) -> Document:
+    """What a run did, with the tables and notes of a report."""
+    document = done.to_json()
+    if report is not None:
+        document["report"] = {name: plain(report)[name] for name in ("tables", "notes")}
+    return document
+
+
+def proof(stage: str, report: Report, failure: PipeError | None) -> Document:
+    """The result of `pipe resume --prove`."""
+    return {"stage": stage, "passed": report.passed, **failure_fields(failure), "report": plain(report)}
+
+
+def why(
+    report: Report, failure: PipeError | None, repro: Path | None, shown: LayerDiff | None, trial: Trial | None
+) -> Document:
+    """The result of `pipe why`; `shown` is the value that the model in the folder `repro` computes."""
+    document: Document = {"report": plain(report), **failure_fields(failure)}
+    if repro is not None:
+        document["repro"] = None
+        if shown is not None:
+            document["repro"] = {"value": shown.name, "folder": str(repro)}
+    if trial is not None:
+        after = None
+        if trial.report is not None:
+            after = plain(trial.report)
+        document["try"] = {"setting": trial.setting or None, "report": after, "reason": trial.reason or None}
+    return document
 
 
 def runs(history: Iterable[Run]) -> Document:

@@ -33,7 +33,9 @@ from layerline.pipeline.reasons import as_written, awaited, changes, label
 from layerline.pipeline.report import Order, Report, Scalar
 from layerline.pipeline.runner import Outcome, Result
 from layerline.pipeline.stage import Stage
+from layerline.pipeline.why import TABLES, Trial
 from layerline.views import formatting, lines
+from layerline.views.exit_codes import say
 from layerline.views.formatting import amount, count, heading, outcome
 from layerline.views.screen import cleaned, console, words
 from layerline.views.tables import PAGE_ONLY, Column, TableView, filled, free_table, records_table
@@ -329,6 +331,18 @@ def why(out: Console, report: Report, names: Sequence[str]) -> None:
     out.print(words("verdict", "bold"))
     for note in report.notes:
         _hanging(out, Text("  "), words(note))
+
+
+def why_and_trial(out: Console, report: Report, trial: Trial | None) -> None:
+    """Prints `pipe why`, and what `--try` changed."""
+    why(out, report, TABLES)
+    if trial is None:
+        return
+    if trial.report is None:
+        say(f"nothing to try: {trial.reason}")
+    else:
+        say(f"with --set {shlex.quote(trial.setting)}:")
+        why(out, trial.report, TABLES[:1])
 
 
 def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -180,6 +180,15 @@ def beside(planner: Planner, chosen: Chosen, run_id: str) -> Beside:
     return Beside(past, planner.ledger.report(then), tuple(differing))
 
 
+def filed_report(planner: Planner, stage: str, run_id: str | None, against: str | None) -> tuple[Report, Beside | None]:
+    """The report of a stage, and that of the run `against`. Raises ConfigError: the project has no such stage."""
+    chosen = choose(planner, planner.project.stage(stage).name, run_id)
+    other = None
+    if against is not None:
+        other = beside(planner, chosen, against)
+    return planner.ledger.report(chosen.record), other
+
+
 @dataclass(frozen=True)
 class PastRun:
     """A run and its reports by stage."""
