@@ -13,9 +13,10 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from layerline.pipeline.config.project import Project
@@ -61,8 +62,10 @@ class Checked:
         return min((f.exit_code for f in self.errors), default=0)
 
     def to_json(self) -> dict[str, Any]:
-        error_fields = failure(self.errors).to_json() if self.errors else {}
-        return {"passed": not self.errors, **error_fields, "findings": [f.to_json() for f in self.findings]}
+        document: dict[str, Any] = {"passed": not self.errors}
+        if self.errors:
+            document |= failure(self.errors).to_json()
+        return {**document, "findings": [finding.to_json() for finding in self.findings]}
 
 
 def check(project: Project) -> Checked:
@@ -183,8 +186,10 @@ def near_misses(code: str) -> Iterator[tuple[int, str, str]]:
     for name, line in functions.items():
         if name in HOOKS or name in read or name.startswith("_"):
             continue
-        also = [hook for hook in missing if name.lower() in _ALSO_CALLED.get(hook, "").split()]
-        hook = also[0] if also else closest(name, missing, _CLOSE)
+        hook = closest(name, missing, _CLOSE)
+        for other in reversed(missing):
+            if name.lower() in _ALSO_CALLED.get(other, "").split():
+                hook = other
         if hook:
             yield line, name, hook
 
@@ -208,15 +213,13 @@ def _as_before() -> Iterator[None]:
     """Random draws inside leave no trace outside, and collecting garbage does not go through all that was there."""
     gc.freeze()
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    state = random.getstate()
-    arrays = numpy.random.get_state() if numpy is not None else None
-    tensors = torch.get_rng_state() if torch is not None else None
+    restore: list[Callable[[], object]] = [gc.unfreeze, partial(random.setstate, random.getstate())]
+    if numpy is not None:
+        restore.append(partial(numpy.random.set_state, numpy.random.get_state()))
+    if torch is not None:
+        restore.append(partial(torch.set_rng_state, torch.get_rng_state()))
     try:
         yield
     finally:
-        gc.unfreeze()
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(arrays)
-        if torch is not None:
-            torch.set_rng_state(tensors)
+        for function in restore:
+            function()

@@ -79,7 +79,9 @@ def located(where: str | None, what: str) -> str:
 
 def failure_fields(error: PipeError | None) -> dict[str, Any]:
     """The fields that a JSON document has where something failed."""
-    return error.to_json() if error else {}
+    if error is None:
+        return {}
+    return error.to_json()
 
 
 def words(error: BaseException, limit: int = 4000) -> str:

@@ -97,8 +97,10 @@ class Hasher:
         self._old: dict[str, str] = {}
         self._used: dict[str, str] = {}
         self._hashed: dict[Path, HashedFile] = {}
+        if memo is None:
+            return
         with suppress(OSError, ValueError):  # absent or torn: start from nothing
-            loaded = read_json(memo) if memo else {}
+            loaded = read_json(memo)
             if isinstance(loaded, dict):
                 self._old = {k: v for k, v in loaded.items() if isinstance(v, str)}
 
@@ -134,7 +136,9 @@ class Hasher:
                 return "was changed"
         except OSError:
             return "was removed"
-        return "was replaced, touched or put back" if now != hashed.stamp else ""
+        if now != hashed.stamp:
+            return "was replaced, touched or put back"
+        return ""
 
     def recall(self, name: str, compute: Callable[[], str]) -> str:
         """A text that costs time to compute, from the memo where it is there."""
@@ -194,7 +198,9 @@ def remove(path: Path) -> None:
 
 def entries(folder: Path, pattern: str = "*") -> list[Path]:
     """What lies in a folder of the state, in order; nothing where a link stands in its place."""
-    return sorted(folder.glob(pattern)) if folder.is_dir() and not folder.is_symlink() else []
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    return sorted(folder.glob(pattern))
 
 
 def own_folder(path: Path, root: Path) -> None:

@@ -135,7 +135,9 @@ class Inspection:
         self.ok(item, f"{', '.join(patterns)}: in the model")
 
     def _fail(self, name: str, error: PipeError) -> None:
-        code = Unavailable.exit_code if isinstance(error, Unavailable) else PipeError.exit_code
+        code = PipeError.exit_code
+        if isinstance(error, Unavailable):
+            code = error.exit_code
         self._add(name, "error", error.what, error.hint, error.where, code)
 
     def _add(self, item: str, state: State, seen: str, hint: str = "", where: str = "", code: int = 2) -> None:

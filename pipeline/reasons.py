@@ -6,14 +6,17 @@ from collections.abc import Mapping
 
 Parts = Mapping[str, str]
 
-_UNSET = frozenset({None, "None", "", "[]", "{}"})
+UNSET = frozenset({None, "None", "", "[]", "{}"})
+"""How a field that holds nothing is written in a record; None where a record lacks it."""
 _LONGEST = 24
 """Greatest length of a value that is shown; of a longer one only the fact that it changed is."""
 
 
 def label(name: str) -> str:
     """What a part of a key is called where people read it."""
-    return "layerline's code of this stage" if name == "code" else name
+    if name == "code":
+        return "layerline's code of this stage"
+    return name
 
 
 def changes(old: Parts, new: Parts) -> dict[str, tuple[str | None, str | None]]:
@@ -42,7 +45,7 @@ def phrases(old: Parts, new: Parts) -> list[str]:
     A part that holds nothing on both sides (an unset field that one version lacks) is named only where nothing else is.
     """
     differing = changes(old, new)
-    telling = {name: sides for name, sides in differing.items() if not _UNSET.issuperset(sides)}
+    telling = {name: sides for name, sides in differing.items() if not UNSET.issuperset(sides)}
     return [_phrase(name, *sides) for name, sides in (telling or differing).items()]
 
 
@@ -70,12 +73,16 @@ def _written(kind: str, value: str | None) -> str:
     if len(text) > _LONGEST or "{" in text:
         return ""
     whole = text.removesuffix(".0")
-    return whole if kind == "config" and whole.lstrip("-").isdecimal() else text
+    if kind == "config" and whole.lstrip("-").isdecimal():
+        return whole
+    return text
 
 
 def as_written(kind: str, value: str | None) -> str:
     """A value of a key's part as pipe.yaml has it: Python's None and True are unset and true there."""
-    if value in _UNSET:
+    if value in UNSET:
         return "unset"
     text = str(value)
-    return text.lower() if kind == "config" and text in ("True", "False") else text
+    if kind == "config" and text in ("True", "False"):
+        return text.lower()
+    return text

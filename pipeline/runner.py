@@ -98,7 +98,9 @@ class Outcome:
     @property
     def exit_code(self) -> int:
         """0 done, 1 a gate failed, 2 a usage error, 3 something this machine lacks."""
-        return exit_code(self.error) if self.error else int(not self.passed)
+        if self.error is not None:
+            return exit_code(self.error)
+        return int(not self.passed)
 
     @property
     def error(self) -> PipeError | None:
@@ -156,7 +158,7 @@ class Runner:
         With `force` the named stages run even if they are fresh. A failure of a stage is in the outcome, not raised.
         The run is filed as `run_id`, or under a new id.
         """
-        stages = self.project.stages if names is None else self.project.needed_for(names)
+        stages = self.project.needed_for(names)
         if launched()[0] > 0:
             return self._follow(stages)
         self._named = tuple(s.name for s in stages)
@@ -376,7 +378,9 @@ class Runner:
                 digest = ""
             if digest != step.parts[f"file.{name}"]:
                 raise _changed_while_read(f"{name} was changed", step.stage, name)
-        return folder if step.stage.files() else None
+        if not step.stage.files():
+            return None
+        return folder
 
     def _adopt(self, step: Step, work: Path, *, forced: bool) -> Artifact | None:
         """The output of a run that was killed between recording it and moving it into the store."""

@@ -120,7 +120,9 @@ class Task:
                 raise
             if ran_out_of_memory(error):
                 raise machine_lacks(MemoryError()) from error
-            seen = f" on {on()}" if on else ""
+            seen = ""
+            if on is not None:
+                seen = f" on {on()}"
             named = [f"{name}: {outlined(value)}" for name, value in arguments().items() if name]
             if named:
                 seen = f"; it was called with {', '.join(named)}"

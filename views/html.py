@@ -11,9 +11,10 @@ from layerline.pipeline import why
 from layerline.pipeline.causes import Cause
 from layerline.pipeline.commands import lookup
 from layerline.pipeline.commands.lookup import Log, PastRun
-from layerline.pipeline.commands.settings import UNSET, changed, settings, versions
+from layerline.pipeline.commands.settings import changed, settings, versions
 from layerline.pipeline.config.project import as_options
 from layerline.pipeline.plan import Planner
+from layerline.pipeline.reasons import UNSET
 from layerline.pipeline.records.ledger import Record, Run
 from layerline.pipeline.report import CHANNELS, CONVERGENCE, FLIPPED, HISTOGRAMS, OWN, Gate, Report, Scalar
 from layerline.views import document, glossary, plan_tree, run_comparison, summary

@@ -53,8 +53,7 @@ MaxDrop = Annotated[
 ]
 Prove = Annotated[bool, Option("--prove", help="Show that resuming changes no bit of the result.")]
 Steps = Annotated[
-    int | None,
-    Option(min=1, help="With --prove: optimizer steps before and after the checkpoint.", show_default="10"),
+    int | None, Option(min=1, help="With --prove: optimizer steps before and after the checkpoint.", show_default="10")
 ]
 
 # pipe diff
@@ -82,8 +81,7 @@ Top = Annotated[
     int | None, Option(min=1, help="Number of values to show.", show_default=f"{TOP}, or all with --json or --csv")
 ]
 Module = Annotated[
-    str | None,
-    Option(metavar="PATTERN", help="Only modules of this path and below it, or that match this glob."),
+    str | None, Option(metavar="PATTERN", help="Only modules of this path and below it, or that match this glob.")
 ]
 FailUnder = Annotated[
     list[str] | None,
@@ -93,8 +91,7 @@ FailUnder = Annotated[
     ),
 ]
 DiffRepro = Annotated[
-    Path | None,
-    Option(metavar="DIR", help="For two models: write the smallest one that shows the first value listed."),
+    Path | None, Option(metavar="DIR", help="For two models: write the smallest one that shows the first value listed.")
 ]
 ByChannel = Annotated[
     str, Option(metavar="LAYER", help="For two models: show the error of each channel of a layer instead.")

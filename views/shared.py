@@ -40,8 +40,10 @@ class Shared:
     def project(self) -> Project:
         from layerline.pipeline.config.project import load
 
-        # What is no folder is named in the error as it was typed.
-        return load(self.folder.resolve() if self.folder.is_dir() else self.folder, self.sets)
+        folder = self.folder
+        if folder.is_dir():  # what is none is named in the error as it was typed
+            folder = folder.resolve()
+        return load(folder, self.sets)
 
     @cached_property
     def planner(self) -> Planner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,14 +103,17 @@ def _unneeded(project: Project, keep: int) -> list[Path]:
 
 def _garbage(project: Project, path: Path) -> Garbage:
     size = 0
-    files: Iterable[Path] = path.rglob("*") if path.is_dir() else [path]
-    if path.is_symlink():  # the link goes, and not what it leads to
-        files = []
+    files: list[Path] = []
+    if not path.is_symlink():  # of a link only the link goes
+        files = [path, *path.rglob("*")]
     for file in files:
         with suppress(FileNotFoundError):  # a run that goes on may take it away
-            size += file.stat().st_size if file.is_file() else 0
-    inside = path.is_relative_to(project.root)
-    return Garbage(path.relative_to(project.root).as_posix() if inside else str(path), size)
+            if file.is_file():
+                size += file.stat().st_size
+    name = str(path)
+    if path.is_relative_to(project.root):
+        name = path.relative_to(project.root).as_posix()
+    return Garbage(name, size)
 
 
 def _remove(project: Project, path: Path) -> Garbage:

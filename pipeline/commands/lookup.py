@@ -41,7 +41,9 @@ def explained(planner: Planner, stage: str) -> tuple[Step, Mapping[str, str] | N
     step = next(s for s in planner.steps() if s.stage.name == stage)
     before = step.record or planner.ledger.head(stage)
     prints = {hook: planner.fingerprint(hook) for hook in planner.hooks(step.stage)}
-    return step, before.parts if before else None, prints
+    if before is None:
+        return step, None, prints
+    return step, before.parts, prints
 
 
 def states(planner: Planner, steps: list[Step]) -> dict[str, str]:
@@ -133,9 +135,11 @@ def _from_key(planner: Planner, stage: str) -> Record:
     """The record of a stage with the project's present code and settings, which may outlive all runs that name it."""
     record = next(s.record for s in planner.steps() if s.stage.name == stage)
     if record is None:
+        what, hint = f"stage {stage} has not run", f"pipe run {stage}"
+        if not planner.project.sets:
+            raise PipeError(f"{what} yet", hint=hint)
         asked = as_options(planner.project.sets)
-        what = f"with {asked}" if asked else "yet"
-        raise PipeError(f"stage {stage} has not run {what}", hint=f"pipe run {stage} {asked}".rstrip())
+        raise PipeError(f"{what} with {asked}", hint=f"{hint} {asked}")
     return record
 
 
@@ -150,10 +154,12 @@ def artifact(project: Project, stage: str, run_id: str | None = None) -> tuple[A
         raise DamagedError(error.what, where=f"{stage} {record.digest[:12]}", hint=again) from None
     if stored is None:
         raise PipeError(f"the artifact of {stage} is gone from the store", hint=again)
-    if run_id is not None or project.sets:  # then it is the result that was asked for
-        return stored, "" if record.passed else f"this run of {stage} did not pass"
+    is_asked_for = run_id is not None or bool(project.sets)
     if not record.passed:
-        return stored, f"the newest run of {stage} did not pass"
+        which = "this" if is_asked_for else "the newest"
+        return stored, f"{which} run of {stage} did not pass"
+    if is_asked_for:
+        return stored, ""
     now = next(s.artifact for s in planner.steps() if s.stage.name == record.stage)
     if now is not None and now.digest != record.digest:
         return stored, f"the newest run of {stage} had other settings: pipe run {stage} goes back to those of pipe.yaml"

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 from layerline.pipeline import stage_table
 from layerline.pipeline.plan import fields
-from layerline.pipeline.reasons import phrases
+from layerline.pipeline.reasons import UNSET, phrases
 from layerline.pipeline.records.ledger import Record, Run
 
 CONFIG, ENV = "config.", "env."
-UNSET = ("None", "", "[]", "{}")
-"""How a field that holds nothing is written in a record."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +70,11 @@ def changed(now: Sequence[Record], then: Sequence[Record]) -> list[str]:
             differing = phrases(_own_parts(old), _own_parts(record))
             changes += [f"{record.stage}: {phrase}" for phrase in differing]
     for record in now:
-        versions_then = before[record.stage].versions if record.stage in before else {}
+        old = before.get(record.stage, record)
         for name, version in record.versions.items():
-            if versions_then.get(name, version) != version:
-                changes.append(f"{name} {versions_then[name]} -> {version}")
+            version_then = old.versions.get(name, version)
+            if version_then != version:
+                changes.append(f"{name} {version_then} -> {version}")
     return list(dict.fromkeys(changes))
 
 

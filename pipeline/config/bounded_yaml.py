@@ -140,4 +140,6 @@ def _loader() -> YAML:
 
 
 def _place(where: str, mark: Any) -> str:
-    return f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+    if not mark:
+        return where
+    return f"{where}:{mark.line + 1}:{mark.column + 1}"

@@ -30,7 +30,9 @@ def _checked_amount(value: float | str) -> float | str:
         number = float(text.removesuffix("%"))
     if not 0 <= number < math.inf:
         raise ValueError("expected a finite number that is at least 0, or a percentage such as 0.5%")
-    return f"{number:.15g}%" if text.endswith("%") else number
+    if text.endswith("%"):
+        return f"{number:.15g}%"
+    return number
 
 
 Amount = Annotated[float | str, AfterValidator(_checked_amount)]
@@ -63,7 +65,9 @@ class Budget(BaseModel):
     @property
     def word(self) -> str:
         """The direction that is a loss: "drop" or "rise"."""
-        return "rise" if self.drop is None else "drop"
+        if self.drop is None:
+            return "rise"
+        return "drop"
 
     @property
     def amount(self) -> float | str:
@@ -91,7 +95,9 @@ class Budget(BaseModel):
 
     @property
     def shown(self) -> str:
-        return f"{self.amount:g}" if isinstance(self.amount, float) else f"{self.amount} of it"
+        if isinstance(self.amount, float):
+            return f"{self.amount:g}"
+        return f"{self.amount} of it"
 
 
 MaxDrop = Amount | Annotated[dict[str, Budget], Field(min_length=1)]

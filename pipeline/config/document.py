@@ -24,7 +24,9 @@ class Document:
         if self.tree is None:
             self.tree = {}
         if not isinstance(self.tree, Mapping):
-            shown = "a list" if isinstance(self.tree, list) else repr(self.tree)
+            shown = repr(self.tree)
+            if isinstance(self.tree, list):
+                shown = "a list"
             raise ConfigError(f"expected fields such as `train:`, saw {shown:.80}", where=f"{path.name}:1:1")
         self.content: dict[Any, Any] = plain(self.tree)  # with overrides applied
 

@@ -64,8 +64,10 @@ class Project:
         by_kind = {other.gives: other for other in reversed(self.stages)}
         return {port: by_kind[kind] for port, kind in stage.takes.items()}
 
-    def needed_for(self, names: Sequence[str]) -> tuple[Stage, ...]:
-        """The named stages and everything they take from, in the order they run."""
+    def needed_for(self, names: Sequence[str] | None) -> tuple[Stage, ...]:
+        """The named stages (None: all) and everything they take from, in the order they run."""
+        if names is None:
+            return self.stages
         wanted: set[str] = set()
         pending = [self.stage(n) for n in names]
         while pending:
@@ -76,8 +78,7 @@ class Project:
 
     def require_task(self, names: Sequence[str] | None = None) -> None:
         """Raises TaskError where there is no task file and a named stage (None: all), or one before, has hooks."""
-        stages = self.stages if names is None else self.needed_for(names)
-        if any(s.hooks() for s in stages) and not (self.root / self.task).is_file():
+        if any(s.hooks() for s in self.needed_for(names)) and not (self.root / self.task).is_file():
             raise no_task_file(self.task)
 
 

@@ -223,8 +223,10 @@ def _check_factory(spec: str, files: Mapping[Path, Path]) -> None:
     wanted = attribute.partition(".")[0]
     # `from x import *` and a __getattr__ hold names that only importing it shows.
     if names.isdisjoint({wanted, "*", "__getattr__"}):
+        hint = f"it defines {', '.join(sorted(names)) or 'nothing'}"
         match = closest(wanted, sorted(names))
-        hint = f"did you mean {module}:{match}?" if match else f"it defines {', '.join(sorted(names)) or 'nothing'}"
+        if match:
+            hint = f"did you mean {module}:{match}?"
         raise ConfigError(f"{source.name} defines no {wanted!r}", where="--model", hint=hint)
 
 
@@ -269,7 +271,9 @@ def _folder_of(model: Path, beside: Sequence[str], folder: Path) -> Path:
     if model.name in beside:
         raise ConfigError("it stores weights in itself, beside what it says of them", where=printable(model.name))
     for stored in beside:
-        reason = "" if is_inside(stored) else "it leads out of the model's folder"
+        reason = ""
+        if not is_inside(stored):
+            reason = "it leads out of the model's folder"
         for part in stored.split("/"):
             reason = reason or _danger(part)
         if reason:

@@ -176,7 +176,10 @@ def _readings(items: list[Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any
         else:
             spread: list[Any] = []
             for value in inputs:
-                spread += leaves(value) if isinstance(value, tuple | list) else [value]
+                if isinstance(value, tuple | list):
+                    spread += leaves(value)
+                else:
+                    spread.append(value)
             yield tuple(spread), {}, target
         yield tuple(inputs), {}, target
 
@@ -219,7 +222,9 @@ def _as_numbers(values: list[Any]) -> Any:
         array = np.asarray(values)
     except (ValueError, OverflowError):  # rows of different lengths, or integers beyond 64 bits
         return None
-    return array if array.dtype.kind in "biuf" else None
+    if array.dtype.kind not in "biuf":
+        return None
+    return array
 
 
 def _check_columns(source: Any, hook: str) -> None:

@@ -145,7 +145,8 @@ def _located(raw: Any, error: ErrorDetails) -> _Fault:
         elif error["type"] in ("missing", "told") and depth == len(error["loc"]):
             place.append(part)
         elif part != "[key]":  # "[key]" is pydantic's mark for a mapping's key
-            union = tuple(place) if union is None else union
+            if union is None:
+                union = tuple(place)
             if str(part).isidentifier() and not isinstance(node, Mapping):
                 break  # a short form, such as `lr` for {name: lr}: what was written has no such field
     return _Fault(tuple(place), union, error)
@@ -191,10 +192,12 @@ def _expected(cls: type[BaseModel], fault: _Fault) -> str:
     """What pydantic expected, in the words of our other messages."""
     kind = fault.kind
     message = fault.error["msg"]
-    names = _names(cls, fault.place) if kind == "model_type" else []
-    if names:
-        noun = "field" if len(names) == 1 else "fields"
-        return f"expected the {noun} {', '.join(names)}"
+    if kind == "model_type":
+        names = _names(cls, fault.place)
+        if len(names) == 1:
+            return f"expected the field {names[0]}"
+        if names:
+            return f"expected the fields {', '.join(names)}"
     wanted = _WANTED.get(kind.partition("_")[0])
     if wanted and kind.endswith(("_type", "_parsing", "_from_float")):
         return f"expected {wanted}"

@@ -121,11 +121,12 @@ class _Walk:
         """The match, or all files in it; none where it lies in an earlier match."""
         if not self._walked.isdisjoint(match.parents):
             return
+        pending: list[str] = []
         if match.is_file():
             yield str(match)
         elif match.is_dir() and (match == self._named or self.enters(match)):
             self._walked.add(match)
-        pending = [str(match)] if match in self._walked else []
+            pending.append(str(match))
         while pending:
             for path, kind in _inside(pending.pop()):
                 if kind == "file":

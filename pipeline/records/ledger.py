@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, AllowInfNan, Field, StrictBool, StringConstraints, TypeAdapter, ValidationError
 
-from layerline.pipeline.errors import PipeError
+from layerline.pipeline.errors import PipeError, located
 from layerline.pipeline.files import entries, is_partial, write_own
 from layerline.pipeline.inputs.untrusted import printable, read_bytes, read_json
 from layerline.pipeline.nearest import did_you_mean
@@ -310,5 +310,5 @@ def fault(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
-        return f"{place}: {first['msg']}" if place else first["msg"]
+        return located(place, first["msg"])
     return f"it can't be read: {error}"
