@@ -32,6 +32,7 @@ app = typer.Typer(
 )
 
 _command = partial(project_command, app)
+DEBUGGED = opt.DEBUGGED
 _DEBUG = False
 
 

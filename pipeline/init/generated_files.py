@@ -212,7 +212,8 @@ class Hooks:
         }
         code += _SAMPLES
         if label:
-            code += _ACCURACY if self.arrays[label].kind in "iub" else _ERROR
+            is_class = self.arrays[label].kind in "iub"
+            code += _ACCURACY if is_class else _ERROR
         return python_file(about, imports, constants, code)
 
 
@@ -285,7 +286,10 @@ def write(folder: Path, contents: Mapping[Path, bytes | Path]) -> list[Path]:
     except BaseException:
         for path in reversed(made):
             with suppress(OSError):  # someone else has put a file there by now: that stays
-                path.rmdir() if path.is_dir() else path.unlink()
+                if path.is_dir():
+                    path.rmdir()
+                else:
+                    path.unlink()
         raise
     return list(targets)
 

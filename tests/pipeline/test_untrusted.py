@@ -204,8 +204,8 @@ def test_arrays_come_as_numpy_wrote_them(tmp_path: Path) -> None:
 
 # content of the array x -> the error
 BAD_NPY = {
-    "a size that is not there": (_npy((10**30,)), r"s\.npz: x: its shape .* takes about 10\^30 bytes, it has 0"),
-    "many large axes": (_npy((10**9,) * 32), r"takes about 10\^288 bytes, it has 0"),
+    "a size that is not there": (_npy((10**30,)), r"s\.npz: x: its shape .* takes more than 10\^15 bytes, it has 0"),
+    "many large axes": (_npy((10**9,) * 32), r"takes more than 10\^15 bytes, it has 0"),
     "many axes": (_npy((1,) * 40, data=b"1234"), "expected at most 32 sizes"),
     "a negative size": (_npy((-1,), data=b"1234"), "its shape is"),
     "less than its shape": (_npy((2,), data=b"1234"), "takes 8 bytes, it has 4"),
