@@ -181,7 +181,7 @@ def beside(planner: Planner, chosen: Chosen, run_id: str) -> Beside:
     past = planner.ledger.find_run(run_id, stage)
     then = _record_in(past, stage)
     needed = {s.name for s in planner.project.needed_for([stage])}
-    now = (chosen.record,)
+    now: Sequence[Record] = (chosen.record,)
     if chosen.run is not None:
         now = chosen.run.records
     differing = changed([r for r in now if r.stage in needed], [r for r in past.records if r.stage in needed])
