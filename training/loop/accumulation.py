@@ -15,6 +15,8 @@ from torch import Tensor
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.training.optimizers.gradient_norm import numbers
 
+# Fields of a window that a checkpoint holds.
+_SAVED = ("micro", "weight", "weighted", "factor", "open", "samples")
 # A parameter, the gradient it had, and how often that had been written to.
 Witness = tuple[Tensor, Tensor, int]
 
@@ -155,13 +157,10 @@ class Window:
         self.losses.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"micro": self.micro, "weight": self.weight, "weighted": self.weighted, "factor": self.factor,
-                "loss": self.total_loss(), "open": self.open, "samples": self.samples}  # fmt: skip
+        return {"loss": self.total_loss(), **{name: getattr(self, name) for name in _SAVED}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.losses.clear()
-        for name in ("micro", "weight", "weighted", "factor", "open"):
+        self.clear()
+        for name in _SAVED:
             setattr(self, name, state[name])
         self.carried_loss = state["loss"]
-        self.samples = state.get("samples", 0)
-        self.witness = None

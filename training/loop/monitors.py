@@ -199,7 +199,8 @@ class Monitor:
         for column in self.columns[len(COLUMNS) :]:
             cells.append(more.get(column, math.nan))
         self.rows.append(array("d", cells))
-        self._publish(dict(zip(self.columns, cells, strict=True)))
+        if self.write is not None or self.trackers:
+            self._publish(dict(zip(self.columns, cells, strict=True)))
 
     def speed(self) -> dict[str, float]:
         """`samples_s` of the last interval that was measured: a row of a validation alone has none."""
@@ -225,23 +226,12 @@ class Monitor:
 
     def _publish(self, values: Mapping[str, float]) -> None:
         """Hands a row to the user's trackers, and prints it."""
-        if self.write is None and not self.trackers:
-            return
         measured = {name: float(value) for name, value in values.items() if not math.isnan(value)}
         for call in self.trackers:
             call(dict(measured))
         if self.write is not None:
             figures = [f"{name} {measured[name]:.4g}" for name in _PRINTED if name in measured]
             self.write(f"step {measured['step']:.0f}: {', '.join(figures)}")
-
-    def write_csv(self, path: Path) -> None:
-        """All rows so far; a cell that was not measured is empty."""
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(self.columns)
-            for row in self.rows:
-                cells = ["" if math.isnan(value) else f"{value:.9g}" for value in row[1:]]
-                writer.writerow([int(row[0]), *cells])
 
     def state_dict(self) -> dict[str, Any]:
         flat = torch.tensor(self.rows, dtype=torch.float64).reshape(-1, len(self.columns))
@@ -304,11 +294,17 @@ class Monitor:
 
 
 def export(monitors: Mapping[str, Monitor], path: Path) -> None:
-    """Writes the log of each model, `<stem>-<name>.csv` where it has a name."""
+    """Writes all rows of each model, to `<stem>-<name>.csv` where it has a name. What was not measured is empty."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for name, monitor in monitors.items():
-            monitor.write_csv(path.with_name(f"{path.stem}-{name}{path.suffix}") if name else path)
+            target = path.with_name(f"{path.stem}-{name}{path.suffix}") if name else path
+            with target.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(monitor.columns)
+                for row in monitor.rows:
+                    cells = ["" if math.isnan(value) else f"{value:.9g}" for value in row[1:]]
+                    writer.writerow([int(row[0]), *cells])
     except OSError as error:
         raise machine_lacks(error) from error
 

@@ -12,6 +12,7 @@ from layerline.training.config import schedules
 from layerline.training.config.checks import NEED_TOTAL, warmup_steps
 from layerline.training.config.sections import Config
 from layerline.training.model.policy import Policy
+from layerline.training.optimizers.custom import own_groups
 
 
 class Rate(Policy):
@@ -107,9 +108,8 @@ class Rate(Policy):
     @property
     def current(self) -> float:
         """The rate of the coming update, of the first group: the configured rate, unless rules match all parameters."""
-        for group in getattr(self._optimizer, "param_groups", ()):
-            if isinstance(group, dict) and "lr" in group:
-                return float(group["lr"])
+        for group in self._groups:
+            return float(group["lr"])
         return self.base * self._multiplier
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Rate(Policy):
 
 
 def _with_rates(optimizer: Any) -> list[dict[str, Any]]:
-    return [g for g in getattr(optimizer, "param_groups", ()) if isinstance(g, dict) and "lr" in g]
+    return [group for group in own_groups(optimizer) if "lr" in group]
 
 
 def _write(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:

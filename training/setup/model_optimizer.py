@@ -27,7 +27,7 @@ from layerline.training.model import precision
 from layerline.training.model.canonical_names import check_apart, unwrap
 from layerline.training.model.recompute import Checkpointed
 from layerline.training.optimizers import custom
-from layerline.training.setup import arguments, capabilities, copying
+from layerline.training.setup import capabilities, members
 from layerline.training.setup.plan import Plan, plan, plan_all
 from layerline.training.state import checkpoint
 from layerline.training.state.prove_resume import Proof, prove
@@ -68,7 +68,7 @@ class ModelOptimizer:
             fields = {"optimizer": optimizer, **fields}
             optimizer = None
         self.config = aliases.load({} if config is None else config, keywords=fields, whole=True)
-        models, optimizers = arguments.by_name(model, optimizer, self.config)
+        models, optimizers = members.by_name(model, optimizer, self.config)
         self.checkpointed: list[Checkpointed] = []
         if self.config.memory.checkpointing:
             every = self.config.memory.checkpoint_interval
@@ -438,7 +438,7 @@ class ModelOptimizer:
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelOptimizer:
         """A ModelOptimizer over copies of the models, in the same state. It shares nothing with this one."""
         with self._online():
-            models, optimizers, frozen = copying.parts(self, memo)
+            models, optimizers, frozen = members.copies(self, memo)
             twin = ModelOptimizer(models.get("", models), self.config, optimizer=optimizers or None)
             for param in frozen:
                 param.requires_grad_(False)

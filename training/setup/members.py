@@ -1,7 +1,8 @@
-"""What ModelOptimizer is made of: models by name, each with an optimizer of its own or the configured one."""
+"""Models by name, each with an optimizer of its own or the configured one, and copies of them for copy.deepcopy."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,9 @@ from torch import nn
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config.sections import Config
-from layerline.training.model.canonical_names import check_apart
+from layerline.training.model.canonical_names import check_apart, check_copy
 from layerline.training.optimizers import custom
+from layerline.training.state.checkpoint import Training
 
 
 def by_name(
@@ -31,3 +33,23 @@ def by_name(
         for name in models:
             custom.check_unread(config.optimizer, optimizers[name])
     return models, optimizers
+
+
+def copies(mo: Training, memo: dict[int, Any]) -> tuple[dict[str, nn.Module], dict[str, Any], list[nn.Parameter]]:
+    """Copies of models and custom optimizers by name, and the copied parameters that were frozen after ModelOptimizer
+    was made. Those require a gradient here: the copy trains them too, from the same state, once they are unfrozen."""
+    if mo.ranks is not None:
+        raise ConfigError("ranks train together, and a copy would be one more group", where="copy",
+                          hint="save_ckpt, and load_ckpt in another run")  # fmt: skip
+    models: dict[str, nn.Module] = copy.deepcopy({name: lane.model for name, lane in mo.lanes.items()}, memo)
+    optimizers: dict[str, Any] = {}
+    frozen: list[nn.Parameter] = []
+    for name, lane in mo.lanes.items():
+        check_copy(lane.named, models[name])
+        if lane.custom:
+            optimizers[name] = custom.copied(lane.optimizer, memo)
+            lane.rate.rewind(optimizers[name])
+        frozen += [memo[id(param)] for param in lane.params if not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    return models, optimizers, frozen
