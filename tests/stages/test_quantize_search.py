@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from layerline import cli
 from layerline.calib.plan import QuantPlan
 from layerline.export.signature import Value
+from layerline.graph.io import onnx_files
 from layerline.stages.quantize import Quantize
 from tests.stages.test_quantize import model, work  # noqa: F401 - a fixture
 
@@ -237,13 +238,16 @@ def test_a_search_makes_repairs_before_it_keeps_layers_float(searched):
     assert "repairs: [equalize]" in note
 
 
-def test_what_stays_float_is_halved_one_by_one_where_all_of_it_in_half_precision_is_too_much(searched, monkeypatch):
+def test_what_stays_float_is_halved_one_by_one_where_all_of_it_in_half_precision_is_too_much(
+    searched, monkeypatch, tmp_path
+):
     from layerline.parity import search_judge
 
     def judge(converted):
         """Needs two layers in float, and one of them in float32."""
         kept = {item.name for item in converted.plan.kept}
-        rounded = {name for node in converted.measured.model.graph.node for name in node.output}
+        onnx_files.save(converted.measured, tmp_path)
+        rounded = {name for node in onnx_files.load(tmp_path / onnx_files.FILE).graph.node for name in node.output}
         passed = {"bad", "y"} <= kept and "bad/narrow" not in rounded
         return search_judge.Verdict(passed, float(not passed), "")
 
