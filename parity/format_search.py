@@ -3,7 +3,8 @@
 1. Everything quantised, as it is and then with repairs (`repair_steps`). If the budget holds, that is the result.
 2. The layers are ranked by the error that each alone adds to the outputs (`output_effects`), per byte that it saves.
 3. Bisection over the ranking: how many of its first layers have to stay float.
-4. Quantised again in groups, those that save most first, as long as the budget holds.
+4. Quantised again in groups, those of least error first, as long as the budget holds. On few samples a verdict is
+   noisy: a layer that fails alone stays float, and the others are still tried.
 5. What stays float becomes half precision, if that is cheaper and the budget still holds: all of it, else in groups.
 
 Every assignment that counts was evaluated on the budget itself. The ranking only says what is tried first.
@@ -34,7 +35,7 @@ from layerline.parity.search_judge import Judge, Verdict
 from layerline.pipeline.report import Gate, Report, Scalar, decibels
 
 MOST_EVALUATIONS = 40
-"""No further group of layers is tried again after so many."""
+"""No further group of layers is tried after so many; each of `Search.others` has at least one."""
 LEAST_SAVING = 0.01
 """Part of its own bytes that a format saves at least for a layer's rank: layers that save nothing come first."""
 
@@ -134,18 +135,17 @@ class Search:
         self._best = self.start.verdict, kept, self.start.converted
 
     def run(self) -> Outcome:
-        """Searches; the outcome has a failed gate where even one quantised layer is too much."""
+        """Searches; the outcome has a failed gate where no layer could be quantised."""
         self._quantized = self.calibrated.layers()
         self._layers = list(self._quantized)
         self._measure(self.start.converted)
         self._savings = {layer: self._saving(layer) for layer in self._layers}
+        self._layers = self._ranked()
         kept: frozenset[str] = frozenset()
         if not self.start.verdict.passed:
-            ranked = self._ranked()
-            count = self._fewest(ranked)
-            if count is None:
+            kept = self._quantized_again(frozenset(self._layers[: self._fewest()]))
+            if len(kept) == len(self._layers):
                 return self._impossible()
-            kept = self._quantized_again(frozenset(ranked[:count]))
         return self._outcome(kept, self._best[2])
 
     def _measure(self, quantized: Converted) -> None:
@@ -198,21 +198,19 @@ class Search:
             scores[layer] = share / max(self._savings[layer], LEAST_SAVING * greatest)
         return sorted(self._layers, key=lambda layer: -scores[layer])
 
-    def _fewest(self, ranked: Sequence[str]) -> int | None:
-        """How many of the first layers have to stay float; None if the budget fails with one layer left quantised.
+    def _fewest(self) -> int:
+        """How many of the first layers have to stay float: all of them if the budget fails with the last one alone.
 
-        Doubles the number until the budget holds, then halves the interval.
+        Doubles the number until the budget holds, then halves the interval. All layers in float hold unmeasured.
         """
-        most = len(ranked) - 1
-        failing, count = 0, 1
-        while count < most and not self._holds(frozenset(ranked[:count])):
-            failing, count = count, 2 * count
-        holding = min(count, most)
-        if holding < 1 or not self._holds(frozenset(ranked[:holding])):
-            return None
+        most = len(self._layers)
+        failing, holding = 0, 1
+        while holding < most and not self._holds(frozenset(self._layers[:holding])):
+            failing, holding = holding, 2 * holding
+        holding = min(holding, most)
         while holding - failing > 1:
             middle = (failing + holding) // 2
-            if self._holds(frozenset(ranked[:middle])):
+            if self._holds(frozenset(self._layers[:middle])):
                 holding = middle
             else:
                 failing = middle
@@ -231,17 +229,20 @@ class Search:
                 self._reasons[group[0]] = self._failing(group[0], self._verdicts[fewer])
             return False
 
-        self._offer(kept, accepts, MOST_EVALUATIONS)
+        # The bisection ended at this layer. In a group it would make the others fail, too.
+        last = self._layers[len(kept) - 1]
+        accepts([last])
+        self._offer(kept - {last}, accepts, MOST_EVALUATIONS)
         return kept
 
     def _offer(self, layers: frozenset[str], accepts: Callable[[list[str]], bool], limit: int) -> None:
-        """Offers layers as one group, those that save most first; a group that is not accepted is offered in halves.
+        """Offers layers as one group; a group that is not accepted is offered in halves, that of least error first.
 
         Args:
             limit: how many evaluations end it.
         """
-        groups = [sorted(layers, key=lambda layer: (-self._savings[layer], layer))]
-        while groups and self._evaluations < limit:
+        groups = [[layer for layer in reversed(self._layers) if layer in layers]]
+        while any(groups) and self._evaluations < limit:
             group = groups.pop(0)
             if not accepts(group) and len(group) > 1:
                 middle = len(group) // 2
@@ -297,7 +298,7 @@ class Search:
         in_float = self._costs.cost({}, self.float_format) or 1.0
         nodes = {first_output(node): node for node in to_ir(self.calibrated.model).graph}
         rows: list[Mapping[str, Scalar]] = []
-        for layer in self._ranked():
+        for layer in self._layers:
             own, effect = self._own.get(layer), self._effects.get(layer)
             rows.append(
                 {

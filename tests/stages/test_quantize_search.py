@@ -331,3 +331,35 @@ def test_fp8_is_tried_where_every_device_has_it(quantize, targets, expected):
     from layerline.stages.engine import Engine
 
     assert takes_fp8([Quantize(**quantize), Engine(targets=targets)]) == expected
+
+
+SIX = model(
+    """g (float[n, 8] x) => (float[n, 8] y) {
+  a = MatMul (x, w) b = MatMul (a, w) c = MatMul (b, w) d = MatMul (c, w) e = MatMul (d, w) y = MatMul (e, w)
+}""",
+    w=MIX,
+)
+
+
+@pytest.mark.parametrize(("place", "evaluations"), [(0, 2), (2, 6), (5, 6)])
+def test_a_layer_that_fails_alone_leaves_the_others_quantised(searched, monkeypatch, place, evaluations):
+    from layerline.parity import search_judge
+
+    needed = set()
+
+    def judge(converted):
+        passed = needed <= {item.name for item in converted.plan.kept}
+        return search_judge.Verdict(passed, float(not passed), "a verdict")
+
+    monkeypatch.setattr(search_judge, "judge", lambda *_: judge)
+    ranked, _ = searched(net=SIX, repairs=[])
+    # The layer with the least error may be the one that fails: on few samples a verdict is noisy.
+    layer = ranked.tables["search"][place]["value"]
+    needed.add(layer)
+    report, _ = searched(net=SIX, repairs=[], rest="fp32")
+    assert report.passed, report.gates
+    assert formats(report) == {**formats(ranked), layer: "fp32"}
+    assert list(formats(report).values()).count("int8") == 5
+    assert report.metrics["evaluations"] == evaluations
+    row = next(row for row in report.tables["search"] if row["value"] == layer)
+    assert row["why"] == "in int8 the budget fails: a verdict"
