@@ -1,4 +1,6 @@
-"""A model in two parts, the graph and its weights, so that reading or running a graph copies no weights.
+"""A model as files and runtimes take it: a message of the graph, and its weights beside it, which are not copied.
+
+Everything between reading and running works on onnx_ir's form.
 
 Weights are nearly all of a model's bytes. A message that holds them is written, read and copied at every step, and
 can't exceed 2 GiB. The graph alone is small, and the runtime takes arrays from memory.
@@ -7,7 +9,7 @@ can't exceed 2 GiB. The graph alone is small, and the runtime takes arrays from 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -46,22 +48,6 @@ class Light:
     model: onnx.ModelProto
     weights: dict[str, ir.TensorProtocol]
 
-    @property
-    def stored(self) -> set[str]:
-        """Names of all tensors that the main graph stores."""
-        return {t.name for t in self.model.graph.initializer} | self.weights.keys()
-
-    @property
-    def fed(self) -> list[onnx.ValueInfoProto]:
-        """The inputs that have to be fed. Files before ONNX IR 4 list their initializers as inputs, too."""
-        stored = self.stored
-        return [i for i in self.model.graph.input if i.name not in stored]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(weight.nbytes for weight in self.weights.values())
-
     def copy(self) -> Light:
         """Another graph beside the same weights."""
         model = onnx.ModelProto()
@@ -83,13 +69,35 @@ class Light:
         return model
 
 
-Model: TypeAlias = onnx.ModelProto | Light
+Model: TypeAlias = onnx.ModelProto | ir.Model
+"""onnx_ir's form, which everything here works on, or a message that comes from outside."""
 
 
-def split(model: Model) -> Light:
+def from_ir(model: ir.Model) -> Light:
+    """The two parts of a model, which stays as it is; they share their memory with it."""
+    stored = model.graph.initializers
+    values = dict(stored)
+    weights: dict[str, ir.TensorProtocol] = {}
+    for name, value in values.items():
+        tensor = value.const_value
+        if tensor is not None and travels(tensor.dtype.value, tensor.nbytes):
+            weights[name] = tensor
+    # Serialised without them: a message with its weights is as large as the file.
+    for name in weights:
+        del stored[name]
+    try:
+        return Light(ir.serde.serialize_model(model), weights)
+    finally:
+        stored.clear()
+        stored.update(values)
+
+
+def split(model: Model | Light) -> Light:
     """The two parts of a model; the weights are not copied until they are asked for."""
     if isinstance(model, Light):
         return model
+    if isinstance(model, ir.Model):
+        return from_ir(model)
     # Copying the message as a whole would copy the weights as well.
     graph_fields = {field.name: value for field, value in model.graph.ListFields() if field.name != "initializer"}
     model_fields = {field.name: value for field, value in model.ListFields() if field.name != "graph"}
@@ -167,10 +175,12 @@ def equal(a: ir.TensorProtocol, b: ir.TensorProtocol) -> bool:
     """Whether two tensors are equal to the last bit: -0.0 is not 0.0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    first = as_integers(a)
-    second = as_integers(b)
+    first = np.ascontiguousarray(a.numpy())
+    second = np.ascontiguousarray(b.numpy())
+    if a.dtype == ir.DataType.STRING:
+        return bool(np.array_equal(first, second))
     # Two models that came from one file share their arrays; nothing has to be read then.
-    return first.ctypes.data == second.ctypes.data or np.array_equal(first, second)
+    return first.ctypes.data == second.ctypes.data or np.array_equal(first.view(np.uint8), second.view(np.uint8))
 
 
 def bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
@@ -194,18 +204,6 @@ def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
         yield node
         for body in bodies(node):
             yield from all_nodes(body.node)
-
-
-def rename(graph: onnx.GraphProto, names: Mapping[str, str], *, nested: bool = True) -> None:
-    """Renames values, in place; what bodies define and read as well, unless `nested` is off."""
-    for node in graph.node:
-        node.input[:] = [names.get(v, v) for v in node.input]
-        node.output[:] = [names.get(v, v) for v in node.output]
-        if nested:
-            for body in bodies(node):
-                rename(body, names)
-    for item in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
-        item.name = names.get(item.name, item.name)
 
 
 def reads(graph: onnx.GraphProto) -> Iterator[str]:

@@ -12,9 +12,7 @@ from layerline.backends.base import Array, Feed, check_names, not_installed, swi
 from layerline.pipeline.errors import StageError
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
-
-    from layerline.backends.light import Light
+    from layerline.backends.light import Model
 
 _STATUS = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")
 _PLACE = re.compile(r"/\S*onnxruntime_src/\S+:\d+ [^\n]*?\) (?=\S)")
@@ -54,7 +52,7 @@ class OnnxRuntime:
     def unavailable_reason(self) -> str | None:
         return not_installed("onnxruntime", "onnxruntime-gpu")
 
-    def open(self, model: Path | bytes | ModelProto | Light, taps: Sequence[str] = ()) -> OrtSession:
+    def open(self, model: Path | bytes | Model, taps: Sequence[str] = ()) -> OrtSession:
         """Loads a file, its bytes, or a model in memory; the last may be larger than one message can be."""
         switch_off_telemetry()
         import onnxruntime as ort
@@ -141,7 +139,7 @@ class OrtSession:
             raise StageError(f"onnxruntime could not run the model: {plain(error)}", where="run") from error
 
 
-def _bytes(model: ModelProto | Light, options: Any, *, optimised: bool) -> tuple[bytes, list[Any]]:
+def _bytes(model: Model, options: Any, *, optimised: bool) -> tuple[bytes, list[Any]]:
     """A model's graph as a message, and its weights as the session reads them: where they lie, without a copy.
 
     Optimisations read weights before the session has them, so there the runtime copies them into the graph.

@@ -43,7 +43,7 @@ class Result:
 
 
 def ours(model: fuse_models.Model, out: Path) -> None:
-    done = fuse(onnx_files.load(model.path), [model.feed(0), model.feed(1)])
+    done = fuse(onnx_files.read_model(model.path), [model.feed(0), model.feed(1)])
     onnx.save(done.model, str(out))
 
 

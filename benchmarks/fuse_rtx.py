@@ -70,7 +70,7 @@ def main(names: Sequence[str], folder: Path) -> None:
     for model in fuse_models.models(folder):
         if names and model.name not in names:
             continue
-        proto, feeds = onnx_files.load(model.path), [model.feed(0), model.feed(1)]
+        proto, feeds = onnx_files.read_model(model.path), [model.feed(0), model.feed(1)]
         fused = fuse(proto, feeds).model
         results = [build(m.SerializeToString(), feeds) for m in (proto, fused)]
         built[model.name] = results[0][1] > 0, results[1][1] > 0

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 
 from layerline.backends.base import Array, Backend, Feed, Session
 from layerline.backends.onnxruntime import OnnxRuntime
@@ -23,6 +22,7 @@ from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.topk_indices import Pointer, pointed_at, pointers
 from layerline.compare.value_pairs import sides_of_qdq
 from layerline.compare.value_types import Shape, types_of
+from layerline.graph.analysis.ir_queries import first_output, names
 from layerline.graph.analysis.rounding_noise import drawn
 from layerline.graph.io import onnx_files
 from layerline.graph.io.module_identity import modules
@@ -184,11 +184,11 @@ def compare_on(
     Raises:
         StageError: the backend can't run the model.
     """
-    graph = onnx.load(str(model), load_external_data=False)
+    onnx_model = onnx_files.read_model(model)
     ops: dict[str, str] = {}
-    for node in graph.graph.node:
+    for node in onnx_model.graph:
         if node.op_type != "Constant":
-            ops.update((output, node.op_type) for output in node.output if output)
+            ops.update(dict.fromkeys(names(node.outputs), node.op_type))
     whole = measure(model, session, feeds)
     if not whole.ran:
         raise StageError("no probe fits the sizes that the engine is built for", where=f"backend {backend.name}")
@@ -196,10 +196,10 @@ def compare_on(
     parts, notes = _measure_inner(backend, model, inner, feeds, whole)
     distances = {**parts.distances, **whole.distances}
     types = {**parts.types, **whole.types}
-    random, module_paths = drawn(graph), modules(graph)
+    random, module_paths = drawn(onnx_model), modules(onnx_model)
     rows: list[LayerDiff] = []
     # An output that no node computes, an input that is passed on, comes last.
-    sides = sides_of_qdq(graph.graph, {*distances, *(tensor.name for tensor in graph.graph.initializer)})
+    sides = sides_of_qdq(onnx_model.graph, {*distances, *onnx_model.graph.initializers})
     for name in dict.fromkeys([*ops, *distances]):
         if name not in distances or name in sides:
             continue
@@ -220,10 +220,10 @@ def measure(model: Path, session: BackendSession, feeds: Sequence[Feed]) -> Meas
     Indices (ArgMax, TopK) are measured on the values that they point at in the reference.
     Indices (ArgMax, TopK) are measured on the values that they point at in the reference.
     """
-    graph = onnx.load(str(model), load_external_data=False).graph
-    indices = {name: pointer for name, pointer in pointers(graph).items() if name in session.outputs}
+    onnx_model = onnx_files.read_model(model)
+    indices = {name: pointer for name, pointer in pointers(onnx_model.graph).items() if name in session.outputs}
     data = [pointer.data for pointer in indices.values()]
-    runnable = convert.runnable(onnx_files.parts(model))
+    runnable = convert.runnable(onnx_model)
     reference = OnnxRuntime().open(runnable, list(dict.fromkeys([*session.outputs, *data])))
     total: dict[str, Distance] = {}
     ran = 0
@@ -283,16 +283,11 @@ def _is_disturbed(whole: Measured, tapped: Measured) -> bool:
 
 def _fused_away(model: Path) -> set[str]:
     """Values between a product and the elementwise operator behind it, which a runtime never stores."""
-    graph = onnx.load(str(model), load_external_data=False).graph
-    readers: dict[str, list[str]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node.op_type)
     fused = set[str]()
-    for node in graph.node:
-        read_by = readers.get(node.output[0], []) if node.output else []
-        if node.op_type in _PRODUCTS and len(read_by) == 1 and read_by[0] in _ELEMENTWISE:
-            fused.add(node.output[0])
+    for node in onnx_files.read_model(model).graph:
+        uses = node.outputs[0].uses() if node.outputs else ()
+        if node.op_type in _PRODUCTS and [use.node.op_type in _ELEMENTWISE for use in uses] == [True]:
+            fused.add(first_output(node))
     return fused
 
 

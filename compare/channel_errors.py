@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import onnx
-from onnx import numpy_helper
+import onnx_ir as ir
 
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light, Model, split
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare.comparison import Comparison
 from layerline.compare.comparison_graph import joint
+from layerline.graph.analysis.ir_queries import graph_values, stored_tensor
+from layerline.graph.io.ir_convert import as_ir
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import LayerDiff, Scalar, decibels
 
@@ -26,8 +26,8 @@ Row = dict[str, Scalar]
 
 
 def channel_errors(
-    reference: Model,
-    candidate: Model,
+    reference: ir.Model,
+    candidate: ir.Model,
     feeds: Sequence[Feed],
     records: Sequence[LayerDiff],
     names: Mapping[str, str] | None = None,
@@ -48,18 +48,19 @@ def channel_errors(
         The rows. Without layers that hold no floats or have another shape in the candidate, and none where the two
         models can't share a graph.
     """
-    light_a, light_b = split(reference), split(candidate)
+    reference = as_ir(reference)
+    candidate = as_ir(candidate)
     runtime = OnnxRuntime(few_runs=True)
-    comparison = Comparison(light_a, light_b, names, True, runtime)
+    comparison = Comparison(reference, candidate, names, True, runtime)
     by_name = {record.name: record for record in records}
-    makers = {output: node for node in light_a.model.graph.node for output in node.output}
+    values = {value.name: value for value in graph_values(reference.graph)}
     axes: dict[int, int] = {}
     for index, pair in enumerate(comparison.pairs):
         if pair.a in by_name and pair.is_float and pair.rank > 1:
-            axes[index] = _axis(makers, pair.a, pair.rank)
+            axes[index] = _axis(values[pair.a].producer(), pair.rank)
     if not axes or not comparison.one_graph:
         return []
-    graph = joint(light_a, light_b, comparison.pairs, measured=axes, axes=axes, isolated=True)
+    graph = joint(reference, candidate, comparison.pairs, measured=axes, axes=axes, isolated=True)
     totals: dict[str, Array] = {}
     try:
         session = runtime.open(graph)
@@ -73,7 +74,7 @@ def channel_errors(
     for index, axis in axes.items():
         record = by_name[comparison.pairs[index].a]
         columns = {column: totals[f"{index}/{column}"] for column in ("aa", "ee", "own", "peak", "least", "greatest")}
-        greatest_weights = _greatest_weights(light_a, makers.get(record.name), len(columns["aa"]))
+        greatest_weights = _greatest_weights(values[record.name].producer(), len(columns["aa"]))
         rows += _rows(record, axis, columns, greatest_weights)[:most]
     return rows
 
@@ -118,46 +119,32 @@ def _place(row: Row) -> tuple[float, float]:
     return own, -float(row["max_abs"] or 0.0)
 
 
-def _axis(makers: Mapping[str, onnx.NodeProto], value: str, rank: int) -> int:
+def _axis(node: ir.Node | None, rank: int) -> int:
     """The axis of a value that counts its channels, from the operator behind it."""
-    node = makers.get(value)
     while node is not None and node.op_type in _ELEMENTWISE:
-        node = next((makers[name] for name in node.input if name in makers), None)
+        makers = [value.producer() for value in node.inputs if value is not None]
+        node = next(filter(None, makers), None)
     if node is not None and node.op_type in _AXES:
         return _AXES[node.op_type] % rank
     # Images have their channels second, sequences and tables last.
     return 1 if rank > 3 else rank - 1
 
 
-def _greatest_weights(model: Light, node: onnx.NodeProto | None, channels: int) -> Array | None:
+def _greatest_weights(node: ir.Node | None, channels: int) -> Array | None:
     """The greatest magnitude of the weights of each output channel; None for a layer without a stored weight."""
-    if node is None or len(node.input) < 2:
+    tensor = None if node is None or len(node.inputs) < 2 else stored_tensor(node.inputs[1])
+    if node is None or tensor is None or len(tensor.shape) < 2 or not tensor.size:
         return None
-    weight = _stored(model, node.input[1])
-    attributes = {attribute.name: attribute.i for attribute in node.attribute}
-    if weight is None or weight.ndim < 2 or not weight.size:
-        return None
+    weight = tensor.numpy()
     if node.op_type == "ConvTranspose":
         # (inputs, outputs / group, ...): the outputs of a group stand together.
-        groups = attributes.get("group", 1)
+        groups = node.attributes.get_int("group", 1)
         magnitudes = np.abs(weight).reshape(groups, -1, *weight.shape[1:]).max(axis=1)
         greatest = magnitudes.reshape(groups * weight.shape[1], -1).max(axis=1)
-    elif node.op_type == "Conv" or (node.op_type == "Gemm" and attributes.get("transB", 0)):
+    elif node.op_type == "Conv" or (node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1):
         greatest = np.abs(weight).reshape(len(weight), -1).max(axis=1)
     elif node.op_type in ("Gemm", "MatMul"):
         greatest = np.abs(weight).reshape(-1, weight.shape[-1]).max(axis=0)
     else:
         return None
     return greatest if len(greatest) == channels else None
-
-
-def _stored(model: Light, name: str) -> Array | None:
-    array: Array
-    if name in model.weights:
-        array = model.weights[name].numpy()
-        return array
-    for tensor in model.model.graph.initializer:
-        if tensor.name == name:
-            array = numpy_helper.to_array(tensor)
-            return array
-    return None

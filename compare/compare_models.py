@@ -6,13 +6,16 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import onnx_ir as ir
+
 from layerline.backends.base import Feed
-from layerline.backends.light import Model, split
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare.comparison import Comparison
 from layerline.compare.pair_metrics import Pair
 from layerline.compare.tensor_distance import Distance
+from layerline.graph.analysis.ir_queries import names
 from layerline.graph.analysis.rounding_noise import drawn, perturbed
+from layerline.graph.io.ir_convert import as_ir
 from layerline.graph.io.module_identity import modules
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import OWN, LayerDiff
@@ -22,8 +25,8 @@ FEW = 8
 
 
 def compare(
-    reference: Model,
-    candidate: Model,
+    reference: ir.Model,
+    candidate: ir.Model,
     feeds: Iterable[Feed],
     *,
     isolated: bool = False,
@@ -64,15 +67,15 @@ def compare(
     return _rows(comparison, totals, tolerances or {})
 
 
-def distances(reference: Model, candidate: Model, feeds: Iterable[Feed]) -> dict[str, tuple[Distance, Distance]]:
+def distances(reference: ir.Model, candidate: ir.Model, feeds: Iterable[Feed]) -> dict[str, tuple[Distance, Distance]]:
     """The sums behind `compare`, by value of the same name: cumulative, and of the layer fed with the reference's."""
     comparison, totals = _measured(reference, candidate, feeds, True, None, (), sizes_differ=True)
     return {pair.a: both for pair, both in zip(comparison.pairs, totals, strict=True)}
 
 
 def _measured(
-    reference: Model,
-    candidate: Model,
+    reference: ir.Model,
+    candidate: ir.Model,
     feeds: Iterable[Feed],
     isolated: bool,
     pairs: Mapping[str, str] | None,
@@ -82,7 +85,7 @@ def _measured(
 ) -> tuple[Comparison, list[tuple[Distance, Distance]]]:
     # A generator may give any number of feeds.
     few = isinstance(feeds, Sequence) and len(feeds) <= FEW
-    comparison = Comparison(split(reference), split(candidate), pairs, isolated, OnnxRuntime(few_runs=few), settled)
+    comparison = Comparison(as_ir(reference), as_ir(candidate), pairs, isolated, OnnxRuntime(few_runs=few), settled)
     if sizes_differ:
         comparison.allow_sizes()
     totals = [(Distance(), Distance())] * len(comparison.pairs)
@@ -94,8 +97,9 @@ def _measured(
     return comparison, totals
 
 
-def floors(model: Model, feeds: Sequence[Feed]) -> dict[str, float]:
+def floors(model: ir.Model, feeds: Sequence[Feed]) -> dict[str, float]:
     """The noise floor (relative L2) of values: how far one rounding step of all weights and float inputs moves them."""
+    model = as_ir(model)
     rows = compare(model, perturbed(model), feeds)
     return {r.name: r.rel_l2 for r in rows if r.rel_l2 is not None}
 
@@ -103,10 +107,10 @@ def floors(model: Model, feeds: Sequence[Feed]) -> dict[str, float]:
 def _rows(
     comparison: Comparison, totals: list[tuple[Distance, Distance]], tolerances: Mapping[str, float]
 ) -> tuple[LayerDiff, ...]:
-    reference, candidate = comparison.reference.model, comparison.candidate.model
+    reference, candidate = comparison.reference, comparison.candidate
     ops: dict[str, str] = {}
-    for node in reference.graph.node:
-        ops.update(dict.fromkeys(node.output, node.op_type))
+    for node in reference.graph:
+        ops.update(dict.fromkeys(names(node.outputs), node.op_type))
     module_paths = modules(reference)
     distances = {pair.a: total for pair, (total, _) in zip(comparison.pairs, totals, strict=True)}
     random_a, random_b = drawn(reference), drawn(candidate)

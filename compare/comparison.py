@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+import onnx_ir as ir
+
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.compare.comparison_graph import ISOLATED, isolated_model, joint
 from layerline.compare.pair_metrics import Pair, distance, trusted
@@ -15,6 +16,7 @@ from layerline.compare.topk_indices import pointers, resolved
 from layerline.compare.value_pairs import pair_values, why_two_sessions
 from layerline.compare.value_types import CODES, Shape, infer
 from layerline.graph.analysis.counted_values import counted
+from layerline.graph.analysis.ir_queries import names
 from layerline.pipeline.errors import StageError
 
 HANDED_OVER = 256 << 20
@@ -33,9 +35,9 @@ class Comparison:
 
     def __init__(
         self,
-        reference: Light,
-        candidate: Light,
-        names: Mapping[str, str] | None,
+        reference: ir.Model,
+        candidate: ir.Model,
+        pairing: Mapping[str, str] | None,
         isolated: bool,
         runtime: OnnxRuntime,
         settled: Collection[str] = (),
@@ -44,13 +46,13 @@ class Comparison:
         self.candidate = candidate
         self.isolated = isolated
         self.runtime = runtime
-        self.one_graph = why_two_sessions(reference.model, candidate.model) is None
+        self.one_graph = why_two_sessions(reference, candidate) is None
         self.measured = 0
         self._settled = settled
         self.pairs: list[Pair] = []
         self.types: dict[str, tuple[str, Shape]] = {}
         self._sessions: dict[str, OrtSession] = {}
-        self._pair(pair_values(reference.model, candidate.model, names))
+        self._pair(pair_values(reference, candidate, pairing))
         self._unclear = set[int]()
         self.sizes_differ: Mapping[str, str] = {}
         # The pairs that each run measures.
@@ -58,7 +60,7 @@ class Comparison:
 
     def allow_sizes(self) -> None:
         """Lets values whose size depends on numbers differ in it. Both sides are handed over as they are."""
-        self.sizes_differ = counted(self.reference.model.graph).values
+        self.sizes_differ = counted(self.reference.graph).values
         self._unclear.update(i for i, pair in enumerate(self.pairs) if pair.a in self.sizes_differ)
 
     def measure(self, feed: Feed) -> list[tuple[Distance, Distance]]:
@@ -93,13 +95,13 @@ class Comparison:
         return self._joint(feed) or self._by_hand(feed)
 
     def _pair(self, matched: Mapping[str, str]) -> None:
-        graph = self.reference.model.graph
+        graph = self.reference.graph
         all_pointers = pointers(graph)
         # Indices are measured on their data, so the rank of the data must be known to count the axis from the front.
         taps = [*matched, *(all_pointers[a].data for a in matched if a in all_pointers)]
         types_a = infer(self.reference, taps)
         types_b = infer(self.candidate, list(matched.values()))
-        outputs = {o.name for o in graph.output}
+        outputs = set(names(graph.outputs))
         for a, b in matched.items():
             dtype_a, shape_a = types_a[a]
             dtype_b, shape_b = types_b[b]
@@ -170,15 +172,14 @@ class Comparison:
                     alone[i] = diff_arrays(a[pair.a], isolated.get(ISOLATED + pair.b, b[pair.b]))
         return list(zip(cumulative, alone, strict=True))
 
-    def _side(self, key: str, model: Light, taps: list[str], feed: Feed) -> dict[str, Array]:
+    def _side(self, key: str, model: ir.Model, taps: list[str], feed: Feed) -> dict[str, Array]:
         if key not in self._sessions:
             if key == "a":
                 taps += [p.pointer.data for p in self.pairs if p.pointer]
             self._sessions[key] = self.runtime.open(model, list(dict.fromkeys(taps)))
         session = self._sessions[key]
         # The candidate may take only some of the reference's inputs; any other name is a mistake, and is reported.
-        declared = {i.name for i in self.reference.model.graph.input}
-        declared.update(i.name for i in self.candidate.model.graph.input)
+        declared = {*names(self.reference.graph.inputs), *names(self.candidate.graph.inputs)}
         feed = {k: v for k, v in feed.items() if k in session.inputs or k not in declared}
         return feed | session.run(feed)
 

@@ -12,13 +12,12 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import onnx
-from onnx import helper
+import onnx_ir as ir
 
-from layerline.backends.light import Light, bodies, equal, rename
+from layerline.backends.light import equal
 from layerline.compare.pair_metrics import Measures, Pair
-from layerline.graph.analysis.proto_queries import in_order, reads
-from layerline.graph.io import onnx_files
+from layerline.graph.analysis.assembly import Assembly, in_order
+from layerline.graph.analysis.ir_queries import copied, fed, graph_values, names, reads
 from layerline.graph.io.opset import opset_of
 
 # Prefixes of the candidate's names, and of the copy that is fed the reference's values.
@@ -27,8 +26,8 @@ _RESERVED = re.compile(r"(b|i|cast|reference|target)//|layerline/|\d+/")
 
 
 def joint(
-    reference: Light,
-    candidate: Light,
+    reference: ir.Model,
+    candidate: ir.Model,
     pairs: Iterable[Pair],
     *,
     measured: Collection[int],
@@ -36,7 +35,7 @@ def joint(
     isolated: bool = False,
     settled: Collection[str] = (),
     axes: Mapping[int, int] | None = None,
-) -> Light:
+) -> ir.Model:
     """The graph that runs both; its outputs are `<i>/<column>` and, where isolated, `<i>/isolated/<column>`.
 
     Args:
@@ -47,17 +46,17 @@ def joint(
         axes: instead of these measures, the columns of `Measures.by_channel` along these axes, where isolated.
     """
     reference, pairs = _unreserved(reference, list(pairs))
-    a, b = reference.model, candidate.model
-    shared = _shared(reference, candidate)
-    outer = _outer(candidate, shared)
-    computed_a = _computed(a.graph)
-    read = outer | {name: name for name in settled if name in computed_a}
-    nodes = [*a.graph.node, *copied(b.graph.node, B, read)]
+    graph = Assembly()
+    outer = _store(graph, reference, candidate)
+    for node in reference.graph:
+        graph.copy(node)
+    computed_a = _computed(reference.graph)
+    copy_nodes(graph, candidate.graph, B, outer | {name: name for name in settled if name in computed_a})
     if isolated:
-        reference_values, casts = feeds_of(pairs)
-        nodes += casts + copied(b.graph.node, ISOLATED, outer | reference_values)
-    computed_b = _computed(b.graph)
-    measures = Measures(opset_of(a))
+        reference_values, _ = feeds_of(graph, pairs)
+        copy_nodes(graph, candidate.graph, ISOLATED, outer | reference_values)
+    computed_b = _computed(candidate.graph)
+    measures = Measures(graph, opset_of(reference))
     for i, pair in enumerate(pairs):
         if i not in measured:
             continue
@@ -72,18 +71,18 @@ def joint(
             if pair.b in computed_b:
                 other = ISOLATED + pair.b
             measures.add(f"{i}/isolated", pair, other, whole=i in whole)
-    return _model(reference, candidate, measures, nodes, shared)
+    return _model(reference, candidate, measures)
 
 
 def effects_graph(
-    base: Light,
-    other: Light,
+    base: ir.Model,
+    other: ir.Model,
     pairs: Iterable[Pair],
     layers: Sequence[int],
     targets: Mapping[int, Pair],
     *,
     whole: bool,
-) -> Light:
+) -> ir.Model:
     """The graph that computes a model's outputs once more for each layer, with this layer the other model's.
 
     Its inputs are those of the model, and what its outputs are compared with. Its outputs are
@@ -99,18 +98,19 @@ def effects_graph(
         whole: whether all outputs are handed over.
     """
     base, pairs = _unreserved(base, list(pairs))
-    graph = base.model.graph
-    shared = _shared(base, other)
-    base_values, casts = feeds_of(pairs)
-    isolated = copied(other.model.graph.node, ISOLATED, _outer(other, shared) | base_values)
-    nodes = [*graph.node, *casts, *isolated]
-    fixed = {i.name for i in graph.input} | base.stored | _computed(graph)
-    measures = Measures(opset_of(base.model))
+    graph = Assembly()
+    outer = _store(graph, base, other)
+    for node in base.graph:
+        graph.copy(node)
+    base_values, _ = feeds_of(graph, pairs)
+    copy_nodes(graph, other.graph, ISOLATED, outer | base_values)
+    fixed = set(names(graph_values(base.graph)))
+    measures = Measures(graph, opset_of(base))
     for index in layers:
         layer, prefix = pairs[index], f"{index}//"
-        behind, changed = _behind(graph, layer.a)
-        nodes.append(helper.make_node("Cast", [ISOLATED + layer.b], [prefix + layer.a], to=layer.dtype_a))
-        nodes += copied(behind, prefix, {name: name for name in fixed - changed})
+        behind, changed = _behind(base.graph, layer.a)
+        graph.node("Cast", [ISOLATED + layer.b], prefix + layer.a, to=layer.dtype_a)
+        copy_nodes(graph, behind, prefix, {name: name for name in fixed - changed})
         for place, target in targets.items():
             output = pairs[place].a
             if output not in changed:
@@ -120,73 +120,74 @@ def effects_graph(
                 measures.hand_over(f"{index}/{place}/b", prefix + output, target.dtype_b)
             else:
                 measures.add(f"{index}/{place}", target, prefix + output, whole=False)
-    model = _model(base, other, measures, nodes, shared)
-    for target in targets.values():
-        model.model.graph.input.append(helper.make_tensor_value_info(target.a, target.dtype_a, None))
-    return model
+    inputs = [ir.Value(name=each.a, type=ir.TensorType(ir.DataType(each.dtype_a))) for each in targets.values()]
+    return _model(base, other, measures, inputs)
 
 
-def _behind(graph: onnx.GraphProto, value: str) -> tuple[list[onnx.NodeProto], set[str]]:
+def _behind(graph: ir.Graph, value: str) -> tuple[list[ir.Node], set[str]]:
     """The nodes that depend on a value, and the values that do, itself among them."""
     changed = {value}
     nodes = []
-    for node in graph.node:
-        if not changed.isdisjoint(reads(node)):
+    for node in graph:
+        if not changed.isdisjoint(names(reads(node))):
             nodes.append(node)
-            changed.update(node.output)
+            changed.update(names(node.outputs))
     return nodes, changed
 
 
-def _outer(candidate: Light, shared: Collection[str]) -> dict[str, str]:
-    """Names that the candidate's inputs and stored tensors have in a joint graph."""
-    outer = {i.name: i.name for i in candidate.fed}
-    for name in candidate.stored:
-        outer[name] = name if name in shared else B + name
+def _store(graph: Assembly, reference: ir.Model, candidate: ir.Model) -> dict[str, str]:
+    """Stores the tensors of both, equal ones of one name once.
+
+    Returns:
+        The names in the joint graph of the candidate's inputs and stored tensors.
+    """
+    stored = dict(reference.graph.initializers.tensor_items())
+    for name, tensor in stored.items():
+        graph.store(name, tensor)
+    outer = {name: name for name in names(fed(candidate))}
+    for name, tensor in candidate.graph.initializers.tensor_items():
+        outer[name] = name
+        if name not in stored or not equal(stored[name], tensor):
+            outer[name] = B + name
+            graph.store(B + name, tensor)
     return outer
 
 
-def _model(
-    reference: Light,
-    candidate: Light,
-    measures: Measures,
-    nodes: Iterable[onnx.NodeProto],
-    shared: Collection[str],
-) -> Light:
-    """The model that takes these measures, with those of the nodes that they need."""
-    a, b = reference.model, candidate.model
-    # Each measure stands right behind its pair: the runtime frees a value once its last reader has run.
-    ordered = in_order(measures.nodes, nodes)
-    inputs_a = {i.name for i in a.graph.input}
-    inputs = [*a.graph.input, *(i for i in candidate.fed if i.name not in inputs_a)]
-    initializers = [*a.graph.initializer, *_prefixed(b, shared)]
-    graph = helper.make_graph(ordered, "compare", inputs, measures.outputs, initializers)
-    graph.sparse_initializer.extend(a.graph.sparse_initializer)
+def _model(reference: ir.Model, candidate: ir.Model, measures: Measures, further: Sequence[ir.Value] = ()) -> ir.Model:
+    """The model that takes these measures, with those of the nodes that they need, and further inputs."""
+    inputs = {value.name: value for value in (*fed(candidate), *reference.graph.inputs, *further)}
     # `why_two_sessions` made sure that a domain in both has one version.
-    opsets = {o.domain: o for o in (*a.opset_import, *b.opset_import)}
-    model = helper.make_model(graph, opset_imports=list(opsets.values()), ir_version=max(a.ir_version, b.ir_version, 8))
-    model.functions.extend(a.functions)
-    return Light(model, reference.weights | {B + n: w for n, w in candidate.weights.items() if n not in shared})
+    return measures.graph.model(
+        # Each measure stands right behind its pair: the runtime frees a value once its last reader has run.
+        in_order(measures.nodes),
+        list(inputs.values()),
+        measures.outputs,
+        opsets={**reference.opset_imports, **candidate.opset_imports},
+        ir_version=max(reference.ir_version, candidate.ir_version, 8),
+        functions=reference.functions.values(),
+    )
 
 
-def _computed(graph: onnx.GraphProto) -> set[str]:
-    names = set[str]()
-    for node in graph.node:
-        names.update(node.output)
-    return names
+def _computed(graph: ir.Graph) -> set[str]:
+    computed = set[str]()
+    for node in graph:
+        computed.update(names(node.outputs))
+    return computed
 
 
-def _unreserved(reference: Light, pairs: list[Pair]) -> tuple[Light, list[Pair]]:
+def _unreserved(reference: ir.Model, pairs: list[Pair]) -> tuple[ir.Model, list[Pair]]:
     """Renames the reference's values whose names the joint graph uses itself."""
     # Names that begin like ours are rare: the reference is copied only where one occurs.
-    taken = set[str]()
-    for graph in onnx_files.graphs(reference.model):
-        taken.update(name for name in _computed(graph) if _RESERVED.match(name))
-    if not taken:
+    if not any(_RESERVED.match(name) for graph in reference.graphs() for name in _computed(graph)):
         return reference, pairs
-    names = {name: f"reference//{name}" for name in sorted(taken)}
-    renamed = reference.copy()
-    rename(renamed.model.graph, names)
-    return renamed, [_renamed_pair(pair, names) for pair in pairs]
+    renamed = copied(reference)
+    new_names: dict[str, str] = {}
+    for node in renamed.graph.all_nodes():
+        for value in node.outputs:
+            if value.name and _RESERVED.match(value.name):
+                new_names[value.name] = f"reference//{value.name}"
+                value.name = new_names[value.name]
+    return renamed, [_renamed_pair(pair, new_names) for pair in pairs]
 
 
 def _renamed_pair(pair: Pair, names: Mapping[str, str]) -> Pair:
@@ -196,45 +197,48 @@ def _renamed_pair(pair: Pair, names: Mapping[str, str]) -> Pair:
     return replace(pair, a=names.get(pair.a, pair.a), pointer=pointer)
 
 
-def isolated_model(candidate: Light, pairs: Iterable[Pair]) -> Light:
+def isolated_model(candidate: ir.Model, pairs: Iterable[Pair]) -> ir.Model:
     """The candidate with every paired value read from an input of the value's name in the reference, prefixed `a//`.
 
     Values of types without a code here, text among them, are computed by the candidate itself.
     """
     pairs = [p for p in pairs if p.dtype_a and p.dtype_b]
-    graph = candidate.model.graph
-    reference_values, casts = feeds_of(pairs, "a//")
-    outer = {i.name: i.name for i in graph.input}
-    outer.update({name: name for name in candidate.stored})
-    taps = [helper.make_tensor_value_info("a//" + p.a, p.dtype_a, None) for p in pairs]
-    computed = _computed(graph)
-    outputs = [helper.make_empty_tensor_value_info(ISOLATED + p.b) for p in pairs if p.b in computed]
-    isolated = candidate.copy()
-    target = isolated.model.graph
-    del target.node[:], target.output[:], target.value_info[:]
-    target.node.extend([*casts, *copied(graph.node, ISOLATED, outer | reference_values)])
-    target.input.extend(taps)
-    target.output.extend(outputs)
-    return isolated
+    graph = Assembly()
+    outer = {name: name for name in names(candidate.graph.inputs)}
+    for name, tensor in candidate.graph.initializers.tensor_items():
+        outer[name] = name
+        graph.store(name, tensor)
+    reference_values, casts = feeds_of(graph, pairs, "a//")
+    nodes = copy_nodes(graph, candidate.graph, ISOLATED, outer | reference_values)
+    taps = [ir.Value(name="a//" + p.a, type=ir.TensorType(ir.DataType(p.dtype_a))) for p in pairs]
+    computed = _computed(candidate.graph)
+    return graph.model(
+        [*casts, *nodes],
+        [*candidate.graph.inputs, *taps],
+        [ISOLATED + p.b for p in pairs if p.b in computed],
+        opsets=candidate.opset_imports,
+        ir_version=candidate.ir_version,
+        functions=candidate.functions.values(),
+    )
 
 
-def feeds_of(pairs: Iterable[Pair], prefix: str = "") -> tuple[dict[str, str], list[onnx.NodeProto]]:
+def feeds_of(graph: Assembly, pairs: Iterable[Pair], prefix: str = "") -> tuple[dict[str, str], list[ir.Node]]:
     """The reference's value that replaces each value of the candidate, and Cast nodes where the types differ."""
-    names: dict[str, str] = {}
-    casts: list[onnx.NodeProto] = []
+    sources: dict[str, str] = {}
+    casts: list[ir.Node] = []
     for pair in pairs:
         # The first pair holds where two values of the reference are paired with one of the candidate.
-        if pair.b in names:
+        if pair.b in sources:
             continue
-        names[pair.b] = prefix + pair.a
+        sources[pair.b] = prefix + pair.a
         if pair.dtype_a != pair.dtype_b:
-            names[pair.b] = f"cast//{pair.a}"
-            casts.append(helper.make_node("Cast", [prefix + pair.a], [names[pair.b]], to=pair.dtype_b))
-    return names, casts
+            sources[pair.b] = f"cast//{pair.a}"
+            casts.append(graph.node("Cast", [prefix + pair.a], sources[pair.b], to=pair.dtype_b))
+    return sources, casts
 
 
-def copied(nodes: Iterable[onnx.NodeProto], prefix: str, outer: Mapping[str, str]) -> list[onnx.NodeProto]:
-    """Copies of the nodes, subgraphs included.
+def copy_nodes(graph: Assembly, nodes: Iterable[ir.Node], prefix: str, outer: Mapping[str, str]) -> list[ir.Node]:
+    """Adds copies of the nodes.
 
     Args:
         prefix: goes before every name that the nodes write.
@@ -242,56 +246,9 @@ def copied(nodes: Iterable[onnx.NodeProto], prefix: str, outer: Mapping[str, str
     """
 
     def read(name: str) -> str:
-        return outer.get(name, write(name))
+        return outer.get(name, prefix + name)
 
     def write(name: str) -> str:
-        return prefix + name if name else ""
+        return prefix + name
 
-    copies: list[onnx.NodeProto] = []
-    for node in nodes:
-        copy = onnx.NodeProto()
-        copy.CopyFrom(node)
-        # The records of where a node comes from are long, and of no use in a graph that only measures.
-        copy.ClearField("metadata_props")
-        copy.name = write(node.name)
-        copy.input[:] = [read(name) for name in node.input]
-        copy.output[:] = [write(name) for name in node.output]
-        for body in bodies(copy):
-            inner = copied(body.node, prefix, outer)
-            written = {name for inner_node in inner for name in inner_node.output}
-            for item in (*body.input, *body.initializer):
-                item.name = prefix + item.name
-                written.add(item.name)
-            for item in body.output:
-                # A branch may also return a value of the outer scope as it is.
-                item.name = prefix + item.name if prefix + item.name in written else read(item.name)
-            del body.node[:], body.value_info[:]
-            body.node.extend(inner)
-        copies.append(copy)
-    return copies
-
-
-def _shared(a: Light, b: Light) -> set[str]:
-    """Stored tensors that both have under one name with the same content."""
-    tensors_a = {t.name: t for t in a.model.graph.initializer}
-    shared = {t.name for t in b.model.graph.initializer if t.name in tensors_a and _equal(tensors_a[t.name], t)}
-    shared.update(name for name, w in b.weights.items() if name in a.weights and equal(w, a.weights[name]))
-    return shared
-
-
-def _equal(a: onnx.TensorProto, b: onnx.TensorProto) -> bool:
-    # Equal numbers in different fields count as different tensors, which costs memory and nothing else.
-    if a.HasField("raw_data") and b.HasField("raw_data"):
-        return bool((a.data_type, a.dims, a.raw_data) == (b.data_type, b.dims, b.raw_data))
-    return bool(a.SerializeToString() == b.SerializeToString())
-
-
-def _prefixed(b: onnx.ModelProto, shared: Collection[str]) -> list[onnx.TensorProto]:
-    out = []
-    for tensor in b.graph.initializer:
-        if tensor.name not in shared:
-            copy = onnx.TensorProto()
-            copy.CopyFrom(tensor)
-            copy.name = B + tensor.name
-            out.append(copy)
-    return out
+    return [graph.copy(node, read, write) for node in nodes]

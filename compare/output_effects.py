@@ -7,18 +7,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light, Model, split
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.compare.comparison import HANDED_OVER, Comparison
 from layerline.compare.comparison_graph import effects_graph
 from layerline.compare.pair_metrics import Pair, distance, trusted
 from layerline.compare.tensor_distance import Distance, diff_arrays
-from layerline.compare.value_pairs import why_two_sessions
+from layerline.compare.value_pairs import computed_values, why_two_sessions
 from layerline.graph.analysis.counted_values import counted
+from layerline.graph.analysis.ir_queries import names
 from layerline.graph.analysis.rounding_noise import drawn
+from layerline.graph.io.ir_convert import as_ir
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import EFFECT, GAIN, OWN, Report, decibels
 
@@ -30,22 +31,22 @@ RUNS = 100
 """Fewer feeds are run where the number of layers times the number of feeds exceeds this: on average, half of the model
 runs once more for each layer."""
 _NODES = 4000  # of a model in one graph, copies included: opening a graph takes time by the square of its nodes
-_FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16}
+_FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16}
 
 
 def with_effects(
     report: Report,
-    reference: Model,
-    candidate: Model,
+    reference: ir.Model,
+    candidate: ir.Model,
     feeds: Sequence[Feed],
-    names: Mapping[str, str] | None = None,
+    pairing: Mapping[str, str] | None = None,
 ) -> Report:
     """Adds to each layer that makes an error the SQNR of the outputs if this layer alone were the candidate's, and to
     those that matter most by how much the outputs gain if this layer alone were the reference's."""
     worst_first = [record.name for record in report.sorted("own") if record.own_db is not None]
-    shares = effects(reference, candidate, feeds, worst_first, names)
+    shares = effects(reference, candidate, feeds, worst_first, pairing)
     largest = sorted((name for name in shares if shares[name]), key=lambda name: -shares[name])
-    by_restoring = gains(reference, candidate, feeds, largest, names)
+    by_restoring = gains(reference, candidate, feeds, largest, pairing)
     records = []
     for record in report.records:
         if record.name in shares:
@@ -59,11 +60,11 @@ def with_effects(
 
 
 def effects(
-    reference: Model,
-    candidate: Model,
+    reference: ir.Model,
+    candidate: ir.Model,
     feeds: Sequence[Feed],
     values: Collection[str],
-    names: Mapping[str, str] | None = None,
+    pairing: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
     """The noise power that each value adds to the outputs, relative to their signal and summed over them.
 
@@ -74,7 +75,7 @@ def effects(
         candidate: the model that the values are taken from, each computed from the reference's values.
         feeds: arrays by input name; the first ones are taken.
         values: names of values that both models have, those first that matter most.
-        names: the values that a layer reads from the reference, with their names in the candidate; without it, all
+        pairing: the values that a layer reads from the reference, with their names in the candidate; without it, all
             of one name. Two models with Q/DQ leave the sides of Q/DQ out, or a layer would read the reference's weight.
 
     Returns:
@@ -82,23 +83,23 @@ def effects(
         graph. Without values that reach no output that can be measured, and those beside a value with which the
         reference can't run.
     """
-    trial = _Trial(split(reference), split(candidate), names)
+    trial = _Trial(as_ir(reference), as_ir(candidate), pairing)
     shares, _ = trial.shares(feeds, values, LAYERS, restored=False)
     return shares
 
 
 def gains(
-    reference: Model,
-    candidate: Model,
+    reference: ir.Model,
+    candidate: ir.Model,
     feeds: Sequence[Feed],
     values: Collection[str],
-    names: Mapping[str, str] | None = None,
+    pairing: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
     """By how many dB the outputs of the candidate gain if one value alone is computed as in the reference.
 
     Arguments and result are those of `effects`; a negative gain is a loss.
     """
-    trial = _Trial(split(reference), split(candidate), names)
+    trial = _Trial(as_ir(reference), as_ir(candidate), pairing)
     shares, unchanged = trial.shares(feeds, values, RESTORED, restored=True)
     result: dict[str, float] = {}
     for name, share in shares.items():
@@ -109,22 +110,22 @@ def gains(
 class _Trial:
     """Two models, and the outputs by which changes of single layers are judged."""
 
-    def __init__(self, reference: Light, candidate: Light, names: Mapping[str, str] | None) -> None:
+    def __init__(self, reference: ir.Model, candidate: ir.Model, pairing: Mapping[str, str] | None) -> None:
         self.reference, self.candidate = reference, candidate
-        comparison = Comparison(reference, candidate, names, True, OnnxRuntime(few_runs=True))
+        comparison = Comparison(reference, candidate, pairing, True, OnnxRuntime(few_runs=True))
         self.targets: dict[int, Pair] = {}
         self.pairs: list[Pair] = []
         if not comparison.one_graph:
             return
         self.pairs = [replace(pair, pointer=None) for pair in comparison.pairs]
-        random = drawn(reference.model)
-        by_numbers = counted(reference.model.graph)
-        outputs = {output.name for output in reference.model.graph.output} - random.keys() - {*by_numbers.outputs}
+        random = drawn(reference)
+        by_numbers = counted(reference.graph)
+        outputs = set(names(reference.graph.outputs)) - random.keys() - {*by_numbers.outputs}
         outputs |= {*by_numbers.sources}
         for index, pair in enumerate(comparison.pairs):
             types = {pair.dtype_a, pair.dtype_b}
             # Sequences and text have no type here, and numpy has no bfloat16.
-            if pair.a in outputs and types.isdisjoint({0, onnx.TensorProto.BFLOAT16}):
+            if pair.a in outputs and types.isdisjoint({0, ir.DataType.BFLOAT16}):
                 by_count = pair.pointer is not None or not types <= _FLOATS
                 self.targets[index] = replace(self.pairs[index], a=f"target//{index}", counted=by_count)
 
@@ -143,13 +144,13 @@ class _Trial:
             base, other, targets = other, base, self.targets
             pairs = [replace(p, a=p.b, b=p.a, dtype_a=p.dtype_b, dtype_b=p.dtype_a) for p in pairs]
         # An output may also be an input or a stored tensor, which no node computes anew.
-        computed = {name for node in other.model.graph.node for name in node.output}
+        computed = set(computed_values(other.graph))
         index_of: dict[str, int] = {}
         for index, pair in enumerate(pairs):
             if pair.dtype_a and pair.dtype_b and pair.b in computed:
                 index_of[self.pairs[index].a] = index
         layers = [index_of[name] for name in values if name in index_of][:most]
-        if not layers or not self.targets or why_two_sessions(base.model, other.model) is not None:
+        if not layers or not self.targets or why_two_sessions(base, other) is not None:
             return {}, 0.0
         # The converted model has more nodes to run, and this comes on top.
         runs = RUNS // 2 if restored else RUNS
@@ -160,7 +161,7 @@ class _Trial:
         if restored:
             converted = runtime.open(base, [pairs[index].a for index in self.targets])
         unchanged, size = self._unchanged(session, converted, feeds)
-        step = max(1, _NODES // len(base.model.graph.node))
+        step = max(1, _NODES // len(base.graph))
         result: dict[str, float] = {}
         for start in range(0, len(layers), step):
             part = layers[start : start + step]
@@ -206,8 +207,8 @@ class _Trial:
     def _totals(
         self,
         reference: OrtSession,
-        base: Light,
-        other: Light,
+        base: ir.Model,
+        other: ir.Model,
         pairs: Sequence[Pair],
         layers: Sequence[int],
         targets: Mapping[int, Pair],

@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import onnx
-from onnx import helper, parser
+import onnx_ir as ir
+from onnx import parser
 
 from layerline.compare.tensor_distance import LARGE, Distance, diff_arrays
 from layerline.compare.topk_indices import Pointer
+from layerline.graph.analysis.assembly import Assembly
+from layerline.graph.analysis.ir_queries import first_output, name_of
 
 # Rows are summed in float32 and the rows' sums in float64: half the time of float64 throughout, and as good as that
 # while the squares stay within float32's range, which `trusted` tells. The last axis is short, so no sum is long. One
@@ -75,9 +77,9 @@ _SUMS = ("aa", "bb", "ee", "l1")
 _ENDS = ("peak", "shape_a", "shape_b")
 # Up to so many elements (most are shapes) both sides are handed over: each node that reduces takes time to set up.
 _SMALL = 64
-_LONG = (onnx.TensorProto.INT64, onnx.TensorProto.UINT64)
-FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
-_ANY_FLOAT = FLOATS | {onnx.TensorProto.DOUBLE}
+_LONG = (ir.DataType.INT64, ir.DataType.UINT64)
+FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+_ANY_FLOAT = FLOATS | {ir.DataType.DOUBLE}
 SMALLEST = 1e-35
 """Mean square from which on float32 rounds a square as it rounds any number: below 1e-38 digits go missing."""
 
@@ -89,7 +91,7 @@ class Pair:
     Attributes:
         a: name in the reference.
         b: name in the candidate.
-        dtype_a: element type in the reference, as in TensorProto.
+        dtype_a: element type in the reference, as ONNX numbers them.
         dtype_b: element type in the candidate.
         rank: number of axes, where known.
         size: number of elements, where known and the same on both sides.
@@ -151,11 +153,12 @@ class Measures:
     functions that the runtime inlines run after everything else, and keep every value alive until then.
     """
 
-    def __init__(self, opset: int) -> None:
+    def __init__(self, graph: Assembly, opset: int) -> None:
+        self.graph = graph
         self.opset = opset
-        self.nodes: list[onnx.NodeProto] = []
-        self.outputs: list[onnx.ValueInfoProto] = []
-        self._kinds: dict[str, onnx.FunctionProto] = {}
+        self.nodes: list[ir.Node] = []
+        self.outputs: list[str] = []
+        self._kinds: dict[str, ir.Function] = {}
 
     def add(self, tag: str, pair: Pair, other: str, *, whole: bool) -> None:
         """Measures a pair.
@@ -168,20 +171,20 @@ class Measures:
         sides = {"a": (pair.a, pair.dtype_a), "b": (other, pair.dtype_b)}
         if pair.pointer is not None:
             for side, (name, _) in sides.items():
-                sides[side] = (self._pointed_at(f"{tag}/{side}", pair.pointer, name), onnx.TensorProto.DOUBLE)
+                sides[side] = (self._pointed_at(f"{tag}/{side}", pair.pointer, name), ir.DataType.DOUBLE)
         rows = pair.pointer is None and pair.rank > 0 and {pair.dtype_a, pair.dtype_b} <= FLOATS
         for side, (name, dtype) in sides.items():
             # numpy has no bfloat16.
-            if dtype == onnx.TensorProto.BFLOAT16 or (rows and dtype != onnx.TensorProto.FLOAT):
+            if dtype == ir.DataType.BFLOAT16 or (rows and dtype != ir.DataType.FLOAT):
                 wide = f"{tag}/{side}/float32"
-                self.nodes.append(helper.make_node("Cast", [name], [wide], to=onnx.TensorProto.FLOAT))
-                sides[side] = (wide, onnx.TensorProto.FLOAT)
+                self.nodes.append(self.graph.node("Cast", [name], wide, to=int(ir.DataType.FLOAT)))
+                sides[side] = (wide, ir.DataType.FLOAT)
         names = [name for name, _ in sides.values()]
         columns: Sequence[str] = (*_SUMS, *_ENDS)
         if whole or pair.small:
             columns = ("a", "b")
             for name, column in zip(names, columns, strict=True):
-                self.nodes.append(helper.make_node("Identity", [name], [f"{tag}/{column}"]))
+                self.nodes.append(self.graph.node("Identity", [name], f"{tag}/{column}"))
         elif rows:
             columns = ("sums", *_ENDS)
             self._call("Rows", "a, b", columns, self._rows(), names, tag)
@@ -191,15 +194,15 @@ class Measures:
             self._call("Integer", "a, b", columns, _PLAIN.format(error=_INTEGER_ERROR), names, tag)
         else:
             self._call("Plain", "a, b", columns, _PLAIN.format(error="e = Abs (d)"), names, tag)
-        self.outputs += [helper.make_empty_tensor_value_info(f"{tag}/{column}") for column in columns]
+        self.outputs += [f"{tag}/{column}" for column in columns]
 
     def hand_over(self, name: str, value: str, dtype: int) -> None:
         """Makes a value an output as it is; numpy has no bfloat16, so that becomes float32."""
-        op = helper.make_node("Identity", [value], [name])
-        if dtype == onnx.TensorProto.BFLOAT16:
-            op = helper.make_node("Cast", [value], [name], to=onnx.TensorProto.FLOAT)
-        self.nodes.append(op)
-        self.outputs.append(helper.make_empty_tensor_value_info(name))
+        if dtype == ir.DataType.BFLOAT16:
+            self.nodes.append(self.graph.node("Cast", [value], name, to=int(ir.DataType.FLOAT)))
+        else:
+            self.nodes.append(self.graph.node("Identity", [value], name))
+        self.outputs.append(name)
 
     def by_channel(self, tag: str, pair: Pair, others: tuple[str, str], axis: int) -> None:
         """Measures a pair of floats along an axis: a vector a column, over all other axes.
@@ -217,7 +220,7 @@ class Measures:
             body += f"\n {column} = {self._reduce(op, value.strip('()'), 'axes', axes, 0)}"
         inputs = [pair.a, *others]
         self._call(f"Channels{pair.rank}of{axis}", "a, b, alone", list(columns), body, inputs, tag)
-        self.outputs += [helper.make_empty_tensor_value_info(f"{tag}/{column}") for column in columns]
+        self.outputs += [f"{tag}/{column}" for column in columns]
 
     def _rows(self) -> str:
         squares = {f"square_{value}": self._reduce("SumSquare", value, "last", [-1], 1) for value in ("a", "b", "d")}
@@ -253,18 +256,19 @@ class Measures:
         if kind not in self._kinds:
             head = f'<domain: "layerline", opset_import: ["" : {self.opset}]>'
             text = f"{head}\n{kind} ({takes}) => ({', '.join(gives)}) {{\n {body}\n}}"
-            self._kinds[kind] = parser.parse_function(text)
-            self._stamp([n for n in self._kinds[kind].node if n.op_type == "Constant"], {}, prefix)
+            self._kinds[kind] = ir.serde.deserialize_function(parser.parse_function(text))
+            self._stamp([node for node in self._kinds[kind] if node.op_type == "Constant"], {}, prefix)
         function = self._kinds[kind]
-        names = {n.output[0]: f"{prefix}/{n.output[0]}" for n in function.node if n.op_type == "Constant"}
-        names |= zip(function.input, inputs, strict=True)
-        names |= {name: f"{tag}/{name}" for name in function.output}
-        self._stamp([n for n in function.node if n.op_type != "Constant"], names, f"{tag}/{kind}")
+        names: dict[str | None, str] = {}
+        for node in function:
+            if node.op_type == "Constant":
+                names[first_output(node)] = f"{prefix}/{first_output(node)}"
+        names |= zip(map(name_of, function.inputs), inputs, strict=True)
+        names |= {value.name: f"{tag}/{value.name}" for value in function.outputs}
+        self._stamp([node for node in function if node.op_type != "Constant"], names, f"{tag}/{kind}")
 
-    def _stamp(self, nodes: Sequence[onnx.NodeProto], names: Mapping[str, str], prefix: str) -> None:
-        for node in nodes:
-            stamped = onnx.NodeProto()
-            stamped.CopyFrom(node)
-            stamped.input[:] = [names.get(n, f"{prefix}/{n}") for n in node.input]
-            stamped.output[:] = [names.get(n, f"{prefix}/{n}") for n in node.output]
-            self.nodes.append(stamped)
+    def _stamp(self, nodes: Sequence[ir.Node], names: Mapping[str | None, str], prefix: str) -> None:
+        def renamed(name: str) -> str:
+            return names.get(name, f"{prefix}/{name}")
+
+        self.nodes += [self.graph.copy(node, renamed, renamed) for node in nodes]

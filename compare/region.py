@@ -7,16 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import onnx
-from onnx import helper
+import onnx_ir as ir
 
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.value_pairs import pair_values
 from layerline.compare.value_types import Shape, infer
-from layerline.graph.analysis.proto_queries import reads
+from layerline.graph.analysis.ir_queries import fed, names, reads
 from layerline.graph.io import onnx_files
 from layerline.pipeline.report import LayerDiff
 
@@ -51,7 +49,12 @@ print(f"relative L2 error: {{np.sqrt((error**2).sum()) / (np.sqrt((expected**2).
 
 
 def reproduce(
-    reference: Light, candidate: Light, feeds: Sequence[Feed], bad: LayerDiff, equal: Collection[str], folder: Path
+    reference: ir.Model,
+    candidate: ir.Model,
+    feeds: Sequence[Feed],
+    bad: LayerDiff,
+    equal: Collection[str],
+    folder: Path,
 ) -> None:
     """Writes the nodes of the candidate behind a value that differs, with inputs from the reference.
 
@@ -63,25 +66,25 @@ def reproduce(
         equal: values of the reference that the candidate computes alike.
         folder: gets `model.onnx`, `inputs.npz`, `expected.npy` and `repro.py`, of the feed that shows most.
     """
-    pairs = pair_values(reference.model, candidate.model)
-    fed = {info.name: info.name for info in candidate.fed}
+    pairs = pair_values(reference, candidate)
+    inputs = {name: name for name in names(fed(candidate))}
     sources: dict[str, str] = {}
     for name_a, name_b in pairs.items():
         sources.setdefault(name_b, name_a)
     value = pairs[bad.name]
-    types = infer(candidate, [*sources, *fed])
-    nearest = fed | {b: a for b, a in sources.items() if b != value}
-    alike = fed | {b: a for b, a in sources.items() if a in equal}
+    types = infer(candidate, [*sources, *inputs])
+    nearest = inputs | {b: a for b, a in sources.items() if b != value}
+    alike = inputs | {b: a for b, a in sources.items() if a in equal}
     for ends in (nearest, alike):
         cut = region(candidate, value, ends.keys(), types)
-        needed = {info.name: ends[info.name] for info in cut.model.graph.input}
+        needed = {name: ends[name] for name in names(cut.graph.inputs)}
         runs = _runs(reference, feeds, needed, bad.name, types)
         if show(cut, runs, folder, bad) > 0.0:
             return
 
 
 def _runs(
-    reference: Light,
+    reference: ir.Model,
     feeds: Sequence[Feed],
     needed: Mapping[str, str],
     value: str,
@@ -97,7 +100,7 @@ def _runs(
     return runs
 
 
-def show(cut: Light, runs: Sequence[tuple[Feed, Array | None]], folder: Path, bad: LayerDiff) -> float:
+def show(cut: ir.Model, runs: Sequence[tuple[Feed, Array | None]], folder: Path, bad: LayerDiff) -> float:
     """Writes the model, and inputs and expected value of the run with the greatest error, which is returned.
 
     Args:
@@ -125,31 +128,49 @@ def show(cut: Light, runs: Sequence[tuple[Feed, Array | None]], folder: Path, ba
     return greatest
 
 
-def region(light: Light, value: str, ends: Collection[str], types: Mapping[str, tuple[str, Shape]]) -> Light:
-    """The part of a model that computes `value`, as a model of its own; values in `ends` become its inputs."""
-    model = light.model
+def region(
+    model: ir.Model,
+    value: str,
+    ends: Collection[str],
+    types: Mapping[str, tuple[str, Shape]],
+    *,
+    declared: bool = False,
+) -> ir.Model:
+    """The part of a model that computes `value`, as a model of its own; values in `ends` become its inputs.
+
+    Args:
+        types: of those values, and of `value`.
+        declared: whether the values in between keep their declared shapes.
+    """
+    others = set(ends) - {value}
     needed = {value}
-    nodes: list[onnx.NodeProto] = []
+    read: dict[str, ir.Value] = {each.name or "": each for each in model.graph.outputs}
+    nodes: list[ir.Node] = []
     computed = set[str]()
-    for node in reversed(model.graph.node):  # nodes stand behind what they read
-        if needed.intersection(node.output) - (set(ends) - {value}):
+    for node in reversed(model.graph):  # nodes stand behind what they read
+        if needed.intersection(names(node.outputs)) - others:
             nodes.append(node)
-            needed.update(reads(node))
-            computed.update(node.output)
-    initializers = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name in needed}
-    weights = {name: weight for name, weight in light.weights.items() if name in needed}
-    inputs = needed.intersection(ends) - computed - initializers.keys() - weights.keys()
-    out = onnx.ModelProto()
-    out.CopyFrom(model)
-    out.graph.Clear()
-    out.graph.name = "region"
-    out.graph.node.extend(reversed(nodes))
-    out.graph.initializer.extend(initializers[name] for name in sorted(initializers))
-    out.graph.input.extend(_info(name, types) for name in sorted(inputs))
-    out.graph.output.append(_info(value, types))
-    return Light(out, weights)
-
-
-def _info(name: str, types: Mapping[str, tuple[str, Shape]]) -> onnx.ValueInfoProto:
-    dtype, shape = types[name]
-    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), list(shape))
+            for each in (*reads(node), *node.outputs):
+                read[each.name or ""] = each
+            needed.update(names(reads(node)))
+            computed.update(names(node.outputs))
+    stored = [each for name, each in model.graph.initializers.items() if name in needed]
+    inputs = sorted(needed.intersection(ends) - computed - set(names(stored)))
+    view = ir.GraphView(
+        [read[name] for name in inputs],
+        [read[value]],
+        nodes=nodes[::-1],
+        initializers=stored,
+        opset_imports=model.opset_imports,
+        name="region",
+    )
+    graph = view.clone()
+    for node in graph:
+        for each in node.outputs:
+            each.shape = each.shape if declared else None
+            each.type = each.type if declared else None
+    for each in (*graph.inputs, *graph.outputs):
+        dtype, shape = types[each.name or ""]
+        each.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))
+        each.shape = ir.Shape(shape)
+    return ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))

@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
-from onnx import numpy_helper
+import onnx_ir as ir
 
 from layerline.compare.topk_indices import CARRIERS, pointers
 from layerline.compare.value_types import CODES
-from layerline.graph.analysis.proto_queries import reads
+from layerline.graph.analysis.ir_queries import first_output, names, reads, stored_tensor
 from layerline.pipeline.report import LayerDiff
 
 Array = npt.NDArray[Any]
@@ -97,7 +96,7 @@ class Steps:
         if step.op in _COMPARED:
             return np.asarray(np.abs(np.subtract(*operands)) <= total_noise)
         # A cast to bool jumps at 0 alone.
-        if step.to == onnx.TensorProto.BOOL:
+        if step.to == ir.DataType.BOOL:
             return np.asarray(np.abs(operands[0]) <= total_noise)
         function = _MONOTONIC[step.op]
         return np.asarray(function(operands[0] - total_noise) != function(operands[0] + total_noise))
@@ -112,33 +111,30 @@ class Steps:
         return np.broadcast_to(np.logical_or.reduce(np.broadcast_arrays(*present)), result.shape)
 
 
-def steps(graph: onnx.GraphProto) -> Steps:
+def steps(graph: ir.Graph) -> Steps:
     """The values of the main graph that jump."""
-    tensors = {t.name: t for t in graph.initializer}
     by_value: dict[str, Step] = {}
-    for node in graph.node:
-        attributes = {a.name: a for a in node.attribute}
-        if node.op_type == "Constant" and "value" in attributes:
-            tensors[node.output[0]] = attributes["value"].t
-        to = attributes["to"].i if "to" in attributes else 0
+    constants: dict[str, Array] = {}
+    for node in graph:
+        to = node.attributes.get_int("to", 0)
         if node.op_type == "Cast":
             jumps = to in _WHOLE
         else:
             jumps = node.op_type in _MONOTONIC or node.op_type in _COMPARED
-        carries = node.op_type in _LOGIC | _CARRIERS and any(i in by_value for i in node.input)
-        if jumps or carries:
-            # The second input of a Reshape is a shape.
-            inputs = node.input[:1] if node.op_type in _CARRIERS else node.input
-            by_value[node.output[0]] = Step(op=node.op_type, inputs=tuple(inputs), to=to)
-    constants: dict[str, Array] = {}
-    for step in by_value.values():
-        for name in step.inputs:
-            if name in tensors and name not in constants:
-                constants[name] = numpy_helper.to_array(tensors[name])
+        carries = node.op_type in _LOGIC | _CARRIERS and any(name in by_value for name in names(node.inputs))
+        if not (jumps or carries):
+            continue
+        # The second input of a Reshape is a shape.
+        inputs = node.inputs[:1] if node.op_type in _CARRIERS else node.inputs
+        by_value[first_output(node)] = Step(op=node.op_type, inputs=tuple(names(inputs)), to=to)
+        for value in inputs:
+            tensor = stored_tensor(value)
+            if tensor is not None and value is not None:
+                constants.setdefault(value.name or "", tensor.numpy())
     return Steps(by_value=by_value, constants=constants)
 
 
-def blamed(rows: Sequence[LayerDiff], graph: onnx.GraphProto) -> tuple[LayerDiff, ...]:
+def blamed(rows: Sequence[LayerDiff], graph: ir.Graph) -> tuple[LayerDiff, ...]:
     """Adds to the first row that failed, as `cause`, the last jump or moved index that it is computed from."""
     # Rows are in topological order: whatever is behind the first failure may follow from it.
     failed = [row for row in rows if not row.passed]
@@ -167,10 +163,10 @@ def blamed(rows: Sequence[LayerDiff], graph: onnx.GraphProto) -> tuple[LayerDiff
     return tuple(explained if row is first else row for row in rows)
 
 
-def behind(graph: onnx.GraphProto, value: str, wanted: Iterable[str]) -> list[str]:
+def behind(graph: ir.Graph, value: str, wanted: Iterable[str]) -> list[str]:
     """The wanted values that the value is computed from, in the order of `wanted`."""
     needed = {value}
-    for node in reversed(graph.node):  # nodes stand behind what they read
-        if not needed.isdisjoint(node.output):
-            needed.update(reads(node))
+    for node in reversed(graph):  # nodes stand behind what they read
+        if not needed.isdisjoint(names(node.outputs)):
+            needed.update(names(reads(node)))
     return [name for name in wanted if name in needed and name != value]

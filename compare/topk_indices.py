@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
+import onnx_ir as ir
+
+from layerline.graph.analysis.ir_queries import name_of
 
 Array = npt.NDArray[Any]
 
@@ -30,29 +32,21 @@ class Pointer:
     ordered: bool = True
 
 
-def pointers(graph: onnx.GraphProto) -> dict[str, Pointer]:
+def pointers(graph: ir.Graph) -> dict[str, Pointer]:
     """Every value of the graph that holds indices into another one, by name."""
-    by_value: dict[str, Pointer] = {}
-    for node in graph.node:
+    by_value: dict[str | None, Pointer] = {}
+    for node in graph:
+        data = name_of(node.inputs[0]) if node.inputs else None
         if node.op_type in {"ArgMax", "ArgMin"}:
-            axis = _integer(node, "axis", 0)
-            by_value[node.output[0]] = Pointer(data=node.input[0], axis=axis)
-        elif node.op_type == "TopK" and len(node.output) > 1:
-            axis = _integer(node, "axis", -1)
-            ordered = _integer(node, "sorted", 1) != 0
-            by_value[node.output[1]] = Pointer(data=node.input[0], axis=axis, ordered=ordered)
-        elif node.op_type in CARRIERS and node.input[0] in by_value:
-            by_value[node.output[0]] = by_value[node.input[0]]
-    # An optional output that is left out has the empty name.
-    by_value.pop("", None)
-    return by_value
-
-
-def _integer(node: onnx.NodeProto, name: str, default: int) -> int:
-    for attribute in node.attribute:
-        if attribute.name == name:
-            return int(attribute.i)
-    return default
+            by_value[node.outputs[0].name] = Pointer(data=data or "", axis=node.attributes.get_int("axis", 0))
+        elif node.op_type == "TopK" and len(node.outputs) > 1:
+            axis = node.attributes.get_int("axis", -1)
+            ordered = node.attributes.get_int("sorted", 1) != 0
+            by_value[node.outputs[1].name] = Pointer(data=data or "", axis=axis, ordered=ordered)
+        elif node.op_type in CARRIERS and data in by_value:
+            by_value[node.outputs[0].name] = by_value[data]
+    # An optional output that is left out has no name.
+    return {name: pointer for name, pointer in by_value.items() if name}
 
 
 def resolved(pointer: Pointer | None, values: Mapping[str, Array], sides: Sequence[Array]) -> tuple[Array, ...]:

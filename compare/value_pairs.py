@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-import onnx
+import onnx_ir as ir
 
 from layerline.compare.topk_indices import pointers
+from layerline.graph.analysis.ir_queries import first_output, name_of, names
 from layerline.pipeline.errors import StageError
 
 
-def pair_values(
-    reference: onnx.ModelProto, candidate: onnx.ModelProto, pairs: Mapping[str, str] | None = None
-) -> dict[str, str]:
+def pair_values(reference: ir.Model, candidate: ir.Model, pairs: Mapping[str, str] | None = None) -> dict[str, str]:
     """Reference value to candidate value, in the reference's topological order; outputs by position.
 
     Raises:
         StageError: a name in `pairs` that its model does not have, or another number of outputs.
     """
-    outputs_a = [o.name for o in reference.graph.output]
-    outputs_b = [o.name for o in candidate.graph.output]
+    outputs_a = names(reference.graph.outputs)
+    outputs_b = names(candidate.graph.outputs)
     if len(outputs_a) != len(outputs_b):
         raise StageError(
             f"the reference gives {outputs_a}, the candidate {outputs_b}: outputs are paired by position",
@@ -46,39 +45,41 @@ def pair_values(
     return matched
 
 
-def sides_of_qdq(graph: onnx.GraphProto, covered: Collection[str]) -> set[str]:
+def sides_of_qdq(graph: ir.Graph, covered: Collection[str]) -> set[str]:
     """Values that say again what a quantised value says: its integers, and what they stand for.
 
     Args:
         covered: values that have a row, and weights that the model stores.
     """
-    sources: dict[str, str] = {}
+    sources: dict[str | None, str | None] = {}
     sides = set[str]()
-    for node in graph.node:
+    for node in graph:
         if node.op_type == "QuantizeLinear":
-            sources[node.output[0]] = node.input[0]
-            sides.add(node.output[0])
-        elif node.op_type == "DequantizeLinear" and sources.get(node.input[0], node.input[0]) in covered:
-            sides.add(node.output[0])
-    return sides.difference(output.name for output in graph.output)
+            sources[node.outputs[0].name] = name_of(node.inputs[0])
+            sides.add(first_output(node))
+        elif node.op_type == "DequantizeLinear":
+            source = name_of(node.inputs[0])
+            if sources.get(source, source) in covered:
+                sides.add(first_output(node))
+    return sides.difference(names(graph.outputs))
 
 
-def computed_values(graph: onnx.GraphProto) -> list[str]:
+def computed_values(graph: ir.Graph) -> list[str]:
     """Names of the values that the nodes of a graph compute, constants left out."""
-    names: list[str] = []
-    for node in graph.node:
+    computed: list[str] = []
+    for node in graph:
         if node.op_type != "Constant":
-            names += filter(None, node.output)
-    return names
+            computed += names(node.outputs)
+    return computed
 
 
-def _check_names(side: str, names: Iterable[str], values: Iterable[str]) -> None:
-    unknown = sorted(set(names) - set(values))
+def _check_names(side: str, wanted: Iterable[str], values: Iterable[str]) -> None:
+    unknown = sorted(set(wanted) - set(values))
     if unknown:
         raise StageError(f"the {side} has no value called {unknown[0]!r}", where="pairs")
 
 
-def why_two_sessions(reference: onnx.ModelProto, candidate: onnx.ModelProto) -> str | None:
+def why_two_sessions(reference: ir.Model, candidate: ir.Model) -> str | None:
     """Why the two cannot be one graph, in one sentence for a report's notes; None when they can."""
     opsets_a, opsets_b = _opsets(reference), _opsets(candidate)
     for domain in sorted(set(opsets_a) & set(opsets_b)):
@@ -88,8 +89,6 @@ def why_two_sessions(reference: onnx.ModelProto, candidate: onnx.ModelProto) -> 
     # The measuring nodes count axes from the end, which came with opset 11.
     if min(opsets_a.get("", 0), opsets_b.get("", 0)) < 11:
         return "compared as two sessions: below opset 11"
-    if any(m.graph.sparse_initializer for m in (reference, candidate)):
-        return "compared as two sessions: sparse initializers"
     # Its functions may have the names of the reference's, with other bodies.
     if candidate.functions:
         return "compared as two sessions: the candidate has functions"
@@ -99,6 +98,6 @@ def why_two_sessions(reference: onnx.ModelProto, candidate: onnx.ModelProto) -> 
     return None
 
 
-def _opsets(model: onnx.ModelProto) -> dict[str, int]:
+def _opsets(model: ir.Model) -> dict[str, int]:
     """Opset versions by domain; ai.onnx is another name of the empty domain."""
-    return {o.domain.replace("ai.onnx", "", 1): o.version for o in model.opset_import}
+    return {domain.replace("ai.onnx", "", 1): version for domain, version in model.opset_imports.items()}

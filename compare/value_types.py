@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import onnx
+import onnx_ir as ir
 
-from layerline.backends import light
+from layerline.backends.light import weightless
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.pipeline.errors import StageError
 
 Shape = tuple[int | str, ...]
-# Element types that a graph can cast and reduce: numpy's name, and TensorProto's code.
-CODES: dict[str, int] = {"float32": onnx.TensorProto.FLOAT, "float64": onnx.TensorProto.DOUBLE}
+# Element types that a graph can cast and reduce: numpy's name, and ONNX's code.
+CODES: dict[str, int] = {"float32": ir.DataType.FLOAT, "float64": ir.DataType.DOUBLE}
 for _name in "float16 bfloat16 bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".split():  # noqa: SIM905  (a table)
-    CODES[_name] = onnx.TensorProto.DataType.Value(_name.upper())
+    CODES[_name] = ir.DataType[_name.upper()]
 
 
 def types_of(session: OrtSession) -> dict[str, tuple[str, Shape]]:
@@ -25,11 +25,11 @@ def types_of(session: OrtSession) -> dict[str, tuple[str, Shape]]:
     return types
 
 
-def infer(model: light.Model, values: list[str]) -> dict[str, tuple[str, Shape]]:
+def infer(model: ir.Model, values: list[str]) -> dict[str, tuple[str, Shape]]:
     """Types and shapes of values, by name. Raises StageError if onnxruntime refuses the model."""
     taps = list(dict.fromkeys(values))
     try:
         # Types need no weights, and loading them takes time and memory.
-        return types_of(OnnxRuntime(few_runs=True).open(light.weightless(model), taps))
+        return types_of(OnnxRuntime(few_runs=True).open(weightless(model), taps))
     except StageError:  # an operator that wants its weights constant
         return types_of(OnnxRuntime(few_runs=True).open(model, taps))

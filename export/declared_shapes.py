@@ -8,52 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-import onnx
 import onnx_ir as ir
-from onnx import helper
 
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.graph.analysis.ir_queries import fresh_name
-from layerline.graph.io import onnx_files
+from layerline.graph.analysis.ir_queries import copied, fresh_name, value_names
+from layerline.graph.io.ir_convert import as_ir
 
 Shapes = Mapping[str, Sequence[int]]
 """Sizes of values on one feed, by name."""
 
 
-def watching(light: Light, values: Collection[str]) -> tuple[Light, dict[str, str]]:
+def watching(model: ir.Model, values: Collection[str]) -> tuple[ir.Model, dict[str, str]]:
     """The model with the shape of these values as further outputs, and the value behind the name of each."""
-    watched = light.copy()
-    graph = watched.model.graph
-    taken: set[str] = set()
-    for inner in onnx_files.graphs(light.model):
-        for node in inner.node:
-            taken.update(node.output)
+    watched = copied(as_ir(model))
+    graph = watched.graph
+    taken = value_names(watched)
     value_of: dict[str, str] = {}
-    nodes = list(graph.node)
-    del graph.node[:]
-    for node in nodes:
-        graph.node.append(node)
-        for value in node.output:
-            if value in values:
-                name = fresh_name(f"shape of {value}", taken)
-                value_of[name] = value
+    for node in list(graph):
+        for value in reversed(node.outputs):
+            if value.name in values:
+                name = fresh_name(f"shape of {value.name}", taken)
+                value_of[name] = value.name or ""
+                shape = ir.node("Shape", [value], name="")
+                shape.outputs[0].name = name
                 # Taken right where it is made: at the end, every value would have to live until then.
-                graph.node.append(helper.make_node("Shape", [value], [name]))
-                graph.output.append(helper.make_empty_tensor_value_info(name))
+                graph.insert_after(node, shape)
+                graph.outputs.append(shape.outputs[0])
     return watched, value_of
 
 
-def declared(model: onnx.ModelProto, taps: Iterable[str] = ()) -> set[str]:
+def declared(model: ir.Model, taps: Iterable[str] = ()) -> set[str]:
     """The inner values that the model declares a shape of; those in `taps` show theirs themselves."""
     inner = set[str]()
-    for value in model.graph.value_info:
-        kind = value.type.tensor_type
-        # onnxruntime has no Shape of float8 and smaller types.
-        if kind.shape.dim and kind.elem_type < onnx.TensorProto.FLOAT8E4M3FN:
-            inner.add(value.name)
-    return inner - {*taps, *(o.name for o in model.graph.output)}
+    for node in as_ir(model).graph:
+        for value in node.outputs:
+            # onnxruntime has no Shape of float8 and smaller types.
+            shown = isinstance(value.type, ir.TensorType) and value.type.dtype < ir.DataType.FLOAT8E4M3FN
+            if shown and value.shape and value.name and not value.is_graph_output():
+                inner.add(value.name)
+    return inner.difference(taps)
 
 
 def shapes(outputs: Mapping[str, Array], value_of: Mapping[str, str]) -> dict[str, Sequence[int]]:
@@ -67,14 +61,14 @@ def shapes(outputs: Mapping[str, Array], value_of: Mapping[str, str]) -> dict[st
     return sizes
 
 
-def measured(light: Light, feeds: Iterable[Feed]) -> list[tuple[Feed, Shapes]]:
+def measured(model: ir.Model, feeds: Iterable[Feed]) -> list[tuple[Feed, Shapes]]:
     """The feeds, each with the sizes of every inner value on it."""
-    watched, value_of = watching(light, declared(light.model))
+    watched, value_of = watching(model, declared(model))
     session = OnnxRuntime(few_runs=True).open(watched)
     return [(feed, shapes(session.run(feed), value_of)) for feed in feeds]
 
 
-def correct(model: onnx.ModelProto, runs: Sequence[tuple[Feed, Shapes]]) -> list[str]:
+def correct(model: ir.Model, runs: Sequence[tuple[Feed, Shapes]]) -> list[str]:
     """Gives every wrongly declared size of an inner value a name of its own, in place.
 
     A unique name lets a runtime assume nothing. Without a name it would infer the size, and its inference may be what
@@ -85,51 +79,52 @@ def correct(model: onnx.ModelProto, runs: Sequence[tuple[Feed, Shapes]]) -> list
     """
     runs_with_symbols = [(_symbols(model, feed), sizes_by_value) for feed, sizes_by_value in runs]
     wrong: list[str] = []
-    for info in model.graph.value_info:
-        shape = info.type.tensor_type.shape
-        measured = [(symbols, sizes[info.name]) for symbols, sizes in runs_with_symbols if info.name in sizes]
-        if not measured or not info.type.tensor_type.HasField("shape"):
+    for value in [value for node in model.graph for value in node.outputs]:
+        name = value.name or ""
+        measured = [(symbols, sizes[name]) for symbols, sizes in runs_with_symbols if name in sizes]
+        if not measured or value.shape is None or value.is_graph_output():
             continue
-        if any(len(sizes) != len(shape.dim) for _, sizes in measured):
-            info.type.tensor_type.ClearField("shape")
-            wrong.append(info.name)
+        if any(len(sizes) != len(value.shape) for _, sizes in measured):
+            value.shape = None
+            wrong.append(name)
             continue
         # All axes are checked before the first is renamed: a size may occur twice.
         wrong_axes: list[int] = []
-        for axis, dim in enumerate(shape.dim):
+        for axis, dim in enumerate(value.shape):
             if not all(_may_be(dim, sizes[axis], symbols) for symbols, sizes in measured):
                 wrong_axes.append(axis)
-        for axis in wrong_axes:
-            shape.dim[axis].dim_param = f"{info.name}#{axis}"
         if wrong_axes:
-            wrong.append(info.name)
+            value.shape = value.shape.copy()
+            for axis in wrong_axes:
+                value.shape[axis] = f"{name}#{axis}"
+            wrong.append(name)
     return wrong
 
 
-def _symbols(model: onnx.ModelProto, feed: Feed) -> dict[str, int]:
+def _symbols(model: ir.Model, feed: Feed) -> dict[str, int]:
     """The size of every named dimension of the inputs."""
     symbols: dict[str, int] = {}
-    for value in model.graph.input:
-        dims = value.type.tensor_type.shape.dim
+    for value in model.graph.inputs:
         # A feed of another rank tells nothing about the names of its sizes.
-        if value.name not in feed or len(dims) != feed[value.name].ndim:
+        fed = feed.get(value.name or "")
+        if fed is None or value.shape is None or len(value.shape) != fed.ndim:
             continue
-        for dim, size in zip(dims, feed[value.name].shape, strict=True):
-            if dim.dim_param:
-                symbols[dim.dim_param] = size
+        for dim, size in zip(value.shape, fed.shape, strict=True):
+            if not isinstance(dim, int) and dim.value:
+                symbols[dim.value] = size
     return symbols
 
 
-def _may_be(dim: onnx.TensorShapeProto.Dimension, size: int, symbols: dict[str, int]) -> bool:
+def _may_be(dim: int | ir.SymbolicDim, size: int, symbols: dict[str, int]) -> bool:
     """Whether a declared size can be this one. A name without a size gets the first size it is compared with."""
-    if dim.HasField("dim_value"):
-        return bool(dim.dim_value == size)
-    if not dim.dim_param:
+    if isinstance(dim, int):
+        return dim == size
+    if not dim.value:
         return True
-    if dim.dim_param not in symbols:
-        computed = _evaluate(dim.dim_param, symbols)
-        symbols[dim.dim_param] = size if computed is None else computed
-    return symbols[dim.dim_param] == size
+    if dim.value not in symbols:
+        computed = _evaluate(dim.value, symbols)
+        symbols[dim.value] = size if computed is None else computed
+    return symbols[dim.value] == size
 
 
 def _evaluate(text: str, symbols: Mapping[str, int]) -> int | None:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import onnx
+import onnx_ir as ir
 import torch
 
 from layerline.backends.base import Array, Feed
 from layerline.export.probe_files import resized
+from layerline.graph.analysis.ir_queries import graph_values
 from layerline.pipeline.config.field_types import Axis
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.inputs.untrusted import is_number
@@ -118,67 +119,74 @@ def _check(axes: Axes, feed: Feed, name: str, bound: Axis) -> None:
         )
 
 
-def write(model: onnx.ModelProto, axes: Axes) -> None:
+def write(model: ir.Model, axes: Axes) -> None:
     """Gives the graph's symbolic sizes their declared names, in place.
 
     Raises:
         StageError: an axis that was declared dynamic is fixed in the graph, or two names are one size in it.
     """
     symbols: dict[str, str] = {}
-    for value in model.graph.input:
-        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            name = axes.names.get((value.name, axis))
+    for value in model.graph.inputs:
+        for axis, dim in enumerate(value.shape or ()):
+            input_name = value.name or ""
+            name = axes.names.get((input_name, axis))
             if name is None:
                 continue
-            symbol = dim.dim_param
+            symbol = "" if isinstance(dim, int) else dim.value or ""
             # torch writes a fixed size as a number, or as the name of one.
             if not symbol or is_number(symbol):
-                raise baked(value.name, axis, name, symbol or str(dim.dim_value))
+                raise baked(input_name, axis, name, symbol or str(dim))
             # torch found that the model works only where both are of one size.
             if symbols.setdefault(symbol, name) != name:
                 raise StageError(
                     f"the model needs {symbols[symbol]!r} and {name!r} to be the same size",
-                    where=f"input {value.name}, axis {axis}",
+                    where=f"input {input_name}, axis {axis}",
                     hint="give both the same name in `dynamic`",
                 )
             step = axes.bounds[name].step
             steps = re.fullmatch(rf"{step}\*(\w+)", symbol)
             if step > 1 and steps is not None:
                 symbols[steps[1]] = f"{name}//{step}"  # with `4*_h` called h, what the graph calls `_h` is h/4
-    for item in (*model.graph.input, *model.graph.output, *model.graph.value_info):
-        for dim in item.type.tensor_type.shape.dim:
-            text = dim.dim_param
-            if is_number(text):
-                dim.dim_value = int(text)
-            elif text in symbols:
-                dim.dim_param = symbols[text]
-            elif text:
-                # A formula over the names, such as `2*s3 + 1`.
-                dim.dim_param = re.sub(r"[A-Za-z_]\w*", lambda name: symbols.get(name[0], name[0]), text)
+    for value in graph_values(model.graph):
+        if value.shape is not None:
+            value.shape = ir.Shape([_named(dim, symbols) for dim in value.shape])
 
 
-def settle(model: onnx.ModelProto, axes: Axes, runs: Iterable[tuple[Feed, Feed]]) -> None:
+def _named(dim: int | ir.SymbolicDim, symbols: Mapping[str, str]) -> int | str | None:
+    """A size with the declared names in place of torch's symbols."""
+    if isinstance(dim, int) or not dim.value:
+        return dim if isinstance(dim, int) else None
+    if is_number(dim.value):
+        return int(dim.value)
+    if dim.value in symbols:
+        return symbols[dim.value]
+    # A formula over the names, such as `2*s3 + 1`.
+    return re.sub(r"[A-Za-z_]\w*", lambda name: symbols.get(name[0], name[0]), dim.value)
+
+
+def settle(model: ir.Model, axes: Axes, runs: Iterable[tuple[Feed, Feed]]) -> None:
     """Corrects the declared shapes of the outputs, in place, by real (feed, outputs by name) with the axes varied."""
     runs = list(runs)
     sizes_by_name: dict[str, list[int]] = {}
     for name in axes.bounds:
         sizes_by_name[name] = [axes.size(feed, name) for feed, _ in runs]
-    for output in model.graph.output:
-        shape = output.type.tensor_type.shape
-        shapes = [outputs[output.name].shape for _, outputs in runs]
+    for output in model.graph.outputs:
+        output_name = output.name or ""
+        shapes = [outputs[output_name].shape for _, outputs in runs]
         # The exporter may leave the rank of an output open.
-        if len(shape.dim) != len(shapes[0]):
-            del shape.dim[:]
-            shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in shapes[0])
-        for axis, dim in enumerate(shape.dim):
-            if dim.dim_param:
+        settled: list[int | str | None] = [None] * len(shapes[0])
+        if output.shape is not None and len(output.shape) == len(settled):
+            settled = [dim if isinstance(dim, int) else dim.value for dim in output.shape]
+        for axis in range(len(settled)):
+            if isinstance(settled[axis], str):
                 continue
             sizes = [shape[axis] for shape in shapes]
             if len(set(sizes)) == 1:
-                dim.dim_value = sizes[0]
+                settled[axis] = sizes[0]
             else:
-                names = [name for name, axis_sizes in sizes_by_name.items() if axis_sizes == sizes]
-                dim.dim_param = names[0] if names else f"{output.name}_{axis}"
+                same = [name for name, axis_sizes in sizes_by_name.items() if axis_sizes == sizes]
+                settled[axis] = same[0] if same else f"{output_name}_{axis}"
+        output.shape = ir.Shape(settled)
 
 
 def baked(input_name: str, axis: int, name: str, size: str, line: str = "") -> StageError:

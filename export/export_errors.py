@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-import onnx
+import onnx_ir as ir
 from torch import fx, nn
 from torch.export import ExportedProgram
 
@@ -18,8 +18,7 @@ from layerline.export import dynamic_axes as axis_names
 from layerline.export.dynamic_axes import Axes
 from layerline.export.example_call import Call, place_of
 from layerline.export.program_queries import dropout
-from layerline.graph.analysis.proto_queries import metadata
-from layerline.graph.io import onnx_files
+from layerline.graph.analysis.ir_queries import model_nodes
 from layerline.graph.io.module_identity import frames_in, innermost, source
 from layerline.pipeline.errors import StageError, first_line
 
@@ -87,10 +86,10 @@ def _first_line(error: BaseException) -> str:
     return first_line(_COLOURS.sub("", str(error)).lstrip()) or "no message"
 
 
-def refused(model: onnx.ModelProto, error: StageError) -> StageError:
+def refused(model: ir.Model, error: StageError) -> StageError:
     """onnxruntime's complaint about an exported model, with the module and line of the node that it names."""
     words = set(re.findall(r"[\w./-]+", error.what))
-    for node in onnx_files.nodes(model):
+    for node in model_nodes(model):
         if node.name and node.name in words:
             hint = error.hint
             if "Could not find an implementation" in error.what:
@@ -98,7 +97,7 @@ def refused(model: onnx.ModelProto, error: StageError) -> StageError:
                     f"onnxruntime has no {node.op_type} for these types: compute in float32 there (.float()); half "
                     "precision is for quantize to choose"
                 )
-            where = _where(metadata(node, MODULE), metadata(node, SOURCE))
+            where = _where(node.metadata_props.get(MODULE, ""), node.metadata_props.get(SOURCE, ""))
             return StageError(error.what, where=where, hint=hint)
     return error
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import onnx
+import onnx_ir as ir
 from pydantic import TypeAdapter
 
-from layerline.backends.light import Light
+from layerline.graph.analysis.ir_queries import fed
+from layerline.graph.io.ir_convert import as_ir
 from layerline.pipeline.config.field_types import Dim
 from layerline.pipeline.errors import StageError
 
@@ -72,7 +73,7 @@ class Signature:
 
 
 def signature(
-    light: Light, dims: Mapping[str, Dim] | None = None, ranges: Mapping[str, tuple[int, int]] | None = None
+    model: ir.Model, dims: Mapping[str, Dim] | None = None, ranges: Mapping[str, tuple[int, int]] | None = None
 ) -> Signature:
     """The signature of an ONNX model: inputs without a default, and outputs, in order.
 
@@ -83,17 +84,16 @@ def signature(
     Raises:
         StageError: an input that is not a tensor.
     """
-    inputs = tuple(_value(info, ranges or {}) for info in light.fed)
-    outputs = tuple(_value(info, {}) for info in light.model.graph.output)
+    model = as_ir(model)
+    inputs = tuple(_value(value, ranges or {}) for value in fed(model))
+    outputs = tuple(_value(value, {}) for value in model.graph.outputs)
     return Signature(inputs=inputs, outputs=outputs, dims=dict(dims or {}))
 
 
-def _value(info: onnx.ValueInfoProto, ranges: Mapping[str, tuple[int, int]]) -> Value:
-    tensor_type = info.type.tensor_type
-    if not tensor_type.elem_type:
-        raise StageError("only tensors can be inputs and outputs", where=info.name)
-    low, high = ranges.get(info.name, (None, None))
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor_type.elem_type).name
-    dims = tensor_type.shape.dim
-    shape = tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims)
-    return Value(name=info.name, dtype=dtype, shape=shape, low=low, high=high)
+def _value(value: ir.Value, ranges: Mapping[str, tuple[int, int]]) -> Value:
+    name = value.name or ""
+    if not isinstance(value.type, ir.TensorType) or value.type.dtype == ir.DataType.UNDEFINED:
+        raise StageError("only tensors can be inputs and outputs", where=name)
+    low, high = ranges.get(name, (None, None))
+    shape = tuple(size if isinstance(size, int) else size.value or "?" for size in value.shape or ())
+    return Value(name=name, dtype=value.type.dtype.numpy().name, shape=shape, low=low, high=high)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 
-from layerline.backends.light import Light, rename
+from layerline.backends.light import WIDTHS
 from layerline.compare.arrays import NOT_IN_NUMPY
 from layerline.export import dynamic_axes as axis_names
 from layerline.export.dynamic_axes import Axes
@@ -29,9 +29,8 @@ from layerline.export.fake_quant import store_weights, traceable
 from layerline.export.masked_attention import hide_rows
 from layerline.export.torch_private import any_names, forget_decompositions
 from layerline.export.trace_guards import Guard, Symbols, guards, noting, symbols
-from layerline.graph.analysis.ir_queries import RANDOM
+from layerline.graph.analysis.ir_queries import RANDOM, graph_values, names
 from layerline.graph.io import module_identity
-from layerline.graph.io.ir_convert import from_ir
 from layerline.graph.io.opset import opset_of
 from layerline.pipeline.errors import ConfigError, StageError
 
@@ -42,9 +41,7 @@ class Traced:
 
     Attributes:
         program: after decomposition; its nodes have the names of the ONNX values.
-        model: the ONNX model without its weights. Inputs, outputs and axes have their declared names, nodes their
-            module and source line.
-        weights: by name.
+        model: the ONNX model. Inputs, outputs and axes have their declared names, nodes their module and source line.
         nodes: program node of each ONNX value that is one, by value name.
         owners: program node that each ONNX value is, or lies inside of.
         ranges: least and greatest size that the program holds for, by axis name; None where there is no upper end.
@@ -53,18 +50,12 @@ class Traced:
     """
 
     program: ExportedProgram
-    model: onnx.ModelProto
-    weights: dict[str, ir.TensorProtocol]
+    model: ir.Model
     nodes: Mapping[str, str]
     owners: Mapping[str, str]
     ranges: Mapping[str, tuple[int, int | None]]
     symbols: Symbols = field(default_factory=dict)
     guards: tuple[Guard, ...] = ()
-
-    @property
-    def light(self) -> Light:
-        """The model with its weights."""
-        return Light(self.model, self.weights)
 
     def taps(self) -> list[str]:
         """Every value of the program that numpy has a type for."""
@@ -107,7 +98,7 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
             )  # fmt: skip
             assert exported is not None and exported.exported_program is not None
             _fold(exported.model, exported.exported_program)
-        traced = _named(exported.exported_program, from_ir(exported.model), call, axes, opset, root)
+        traced = _named(exported.exported_program, exported.model, call, axes, opset, root)
     except StageError as error:
         raise unrolled(error, module) from error
     except Exception as error:
@@ -184,9 +175,8 @@ def _fold(model: ir.Model, program: ExportedProgram) -> None:
     common.NameFixPass()(model)
 
 
-def _named(program: ExportedProgram, light: Light, call: Call, axes: Axes, opset: int, root: Path) -> Traced:
+def _named(program: ExportedProgram, model: ir.Model, call: Call, axes: Axes, opset: int, root: Path) -> Traced:
     """Gives inputs, outputs, axes and nodes their names, and relates ONNX values to nodes of the program."""
-    model = light.model
     _refuse_state(program)
     error = dropped(program, root)
     if error is not None:
@@ -194,8 +184,8 @@ def _named(program: ExportedProgram, light: Light, call: Call, axes: Axes, opset
     version = opset_of(model)
     if version != opset:
         raise StageError(f"the exporter can't write it: it left the model at opset {version}", where=f"opset {opset}")
-    inputs = [value.name for value in model.graph.input]
-    outputs = [value.name for value in model.graph.output]
+    inputs = names(model.graph.inputs)
+    outputs = names(model.graph.outputs)
     user_outputs = [spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
     results = [spec.arg.name for spec in user_outputs if isinstance(spec.arg, TensorArgument)]
     if len(inputs) != len(call.feed) or not len(outputs) == len(results) == len(call.outputs):
@@ -208,17 +198,16 @@ def _named(program: ExportedProgram, light: Light, call: Call, axes: Axes, opset
     owners_before = module_identity.owners(model)
     new_names = dict(zip((*inputs, *outputs), (*call.feed, *call.outputs), strict=True))
     # Values that already have one of the new names are renamed as well.
-    existing = set(light.stored)
-    for node in model.graph.node:
-        existing.update(node.output)
-    new_names |= {name: f"{name}_inner" for name in set(new_names.values()) & existing if name not in new_names}
+    values = {value.name: value for value in graph_values(model.graph)}
+    new_names |= {name: f"{name}_inner" for name in new_names.values() if name in values and name not in new_names}
     renamed = {old: new for old, new in new_names.items() if old != new}
-    # Copied now: the module lives on and may change its tensors.
-    weights: dict[str, ir.TensorProtocol] = {}
-    for name, weight in light.weights.items():
-        # A copy: the module may be trained on.
-        weights[renamed.get(name, name)] = ir.Tensor(weight.numpy().copy(), weight.dtype)
-    rename(model.graph, renamed)
+    for old, new in renamed.items():
+        values[old].name = new
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is not None and tensor.dtype in WIDTHS:
+            # A copy: the module may be trained on.
+            value.const_value = ir.Tensor(tensor.numpy().copy(), tensor.dtype, name=value.name)
     axis_names.write(model, axes)
     module_identity.stamp(model, root)
     tensor_nodes: set[str] = set()
@@ -227,16 +216,16 @@ def _named(program: ExportedProgram, light: Light, call: Call, axes: Axes, opset
             tensor_nodes.add(program_node.name)
     exporter_names = {new: old for old, new in renamed.items()}
     nodes: dict[str, str] = {}
-    for node in model.graph.node:
-        for value in node.output:
+    for node in model.graph:
+        for name in names(node.outputs):
             # The exporter names values after the program's nodes.
-            exporter_name = exporter_names.get(value, value)
+            exporter_name = exporter_names.get(name, name)
             if exporter_name in tensor_nodes:
-                nodes[value] = exporter_name
+                nodes[name] = exporter_name
     nodes |= {output: node for output, node in zip(call.outputs, results, strict=True) if node in tensor_nodes}
     owners = {renamed.get(value, value): owner for value, owner in owners_before.items()} | nodes
     ranges = _ranges(program, call, axes)
-    return Traced(program=program, model=model, weights=weights, nodes=nodes, owners=owners, ranges=ranges)
+    return Traced(program=program, model=model, nodes=nodes, owners=owners, ranges=ranges)
 
 
 def _refuse_state(program: ExportedProgram) -> None:

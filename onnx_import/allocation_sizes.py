@@ -10,11 +10,18 @@ import math
 from collections.abc import Iterator
 
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+import onnx_ir as ir
 
-from layerline.backends.light import Light, bodies, reads, weightless
-from layerline.graph.analysis.proto_queries import stored
-from layerline.graph.io import onnx_files
+from layerline.backends.light import weightless
+from layerline.graph.analysis.ir_queries import (
+    first_output,
+    names,
+    optional_input,
+    reads,
+    stored_tensor,
+    subgraphs,
+)
+from layerline.graph.io.ir_convert import as_ir
 from layerline.pipeline.errors import StageError
 
 MOST_ROUNDS = 10**9
@@ -22,7 +29,7 @@ MOST_ROUNDS = 10**9
 _FAILS = (RuntimeError, ValueError, TypeError, onnx.shape_inference.InferenceError, onnx.checker.ValidationError)
 
 
-def refuse_large(light: Light, limit: int, hint: str) -> None:
+def refuse_large(model: ir.Model, limit: int, hint: str) -> None:
     """Refuses a graph whose values can't be held, with sizes that are open taken as 1.
 
     Args:
@@ -34,16 +41,16 @@ def refuse_large(light: Light, limit: int, hint: str) -> None:
     """
     try:
         # Not with data propagation: that writes the values of a ConstantOfShape out, 2^31 of them in hours.
-        inferred = onnx.shape_inference.infer_shapes(weightless(light))
+        inferred = onnx.shape_inference.infer_shapes(weightless(model))
     except _FAILS:
         return  # the runtime explains what is wrong with the model, and runs it within the same limit
-    for graph in onnx_files.graphs(inferred):
+    for graph in as_ir(inferred).graphs():
         sizes = _sizes(graph)
         alive, total = _most(graph, sizes)
         if total <= limit:
             continue
         largest = sorted(alive, key=sizes.__getitem__, reverse=True)[:3]
-        makers = _makers(graph)
+        makers = {name: node for node in graph for name in names(node.outputs)}
         listed = ", ".join(f"{makers[value].op_type} {value} of {_gigabytes(sizes[value])}" for value in largest)
         if len(alive) > 3:
             listed += f" and {len(alive) - 3} more"
@@ -54,116 +61,96 @@ def refuse_large(light: Light, limit: int, hint: str) -> None:
         )
 
 
-def refuse_endless(light: Light) -> None:
+def refuse_endless(model: ir.Model) -> None:
     """Refuses a Loop that no input can end. Raises StageError: names it and its number of rounds."""
-    for node, rounds in loops(light.model):
-        if (rounds is None or rounds > MOST_ROUNDS) and _never_ends(node, light.model.graph):
+    for node, rounds in loops(model):
+        if (rounds is None or rounds > MOST_ROUNDS) and _never_ends(node):
             count = "without an end" if rounds is None else f"{rounds} rounds"
             raise StageError(
-                f"it runs {count}: its condition is always true", where=f"node {node.name or node.output[0]}",
+                f"it runs {count}: its condition is always true", where=f"node {node.name or first_output(node)}",
                 hint=f"{MOST_ROUNDS} rounds are the most that a Loop without a condition may have",
             )  # fmt: skip
 
 
-def loops(model: onnx.ModelProto) -> Iterator[tuple[onnx.NodeProto, int | None]]:
+def loops(model: ir.Model) -> Iterator[tuple[ir.Node, int | None]]:
     """Every Loop, with its greatest number of rounds; None where that isn't known."""
-    for graph in onnx_files.graphs(model):
-        constants = {**dict(stored(model.graph)), **dict(stored(graph))}
-        for node in graph.node:
-            if node.op_type != "Loop":
-                continue
-            rounds = None
-            if node.input and node.input[0] in constants:
-                rounds = _number(constants[node.input[0]])
-            yield node, rounds
+    for node in model.graph.all_nodes():
+        if node.op_type == "Loop":
+            yield node, _number(optional_input(node, 0))
 
 
-def described_loops(model: onnx.ModelProto) -> list[str]:
+def described_loops(model: ir.Model) -> list[str]:
     """The first loops in words, for the error of a run that has to be ended."""
     described = []
     for node, rounds in list(loops(model))[:3]:
         count = "an unknown number of" if rounds is None else f"up to {rounds}"
-        described.append(f"its Loop node {node.name or node.output[0]} runs {count} rounds")
+        described.append(f"its Loop node {node.name or first_output(node)} runs {count} rounds")
     return described
 
 
-def _makers(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
-    """The node that computes each value."""
-    makers: dict[str, onnx.NodeProto] = {}
-    for node in graph.node:
-        for output in node.output:
-            makers[output] = node
-    return makers
-
-
-def _never_ends(node: onnx.NodeProto, outer: onnx.GraphProto) -> bool:
+def _never_ends(node: ir.Node) -> bool:
     """Whether the condition of a Loop is true at the start, and its body always leaves it true."""
-    body = next(iter(bodies(node)), None)
-    if body is None or not body.output:
+    body = next(iter(subgraphs(node)), None)
+    if body is None or not body.outputs:
         return False
-    constants = {**dict(stored(outer)), **dict(stored(body))}
-    start = node.input[1] if len(node.input) > 1 else ""
-    if start and not _is_true(constants.get(start)):
+    start = optional_input(node, 1)
+    if start is not None and _number(start) is not True:
         return False
-    if len(node.input) > 0 and node.input[0] and node.input[0] not in constants:
+    count = optional_input(node, 0)
+    if count is not None and _number(count) is None:
         return False  # the number of rounds is computed
-    makers = _makers(body)
-    name = body.output[0].name
-    while name in makers and makers[name].op_type in ("Identity", "Cast"):
-        name = makers[name].input[0]
+    condition: ir.Value | None = body.outputs[0]
+    maker = body.outputs[0].producer()
+    while maker is not None and maker.op_type in ("Identity", "Cast"):
+        condition = maker.inputs[0]
+        maker = None if condition is None else condition.producer()
     # The body's second input is the condition of the round before.
-    passed_on = len(body.input) > 1 and name == body.input[1].name
-    return passed_on or _is_true(constants.get(name))
+    passed_on = len(body.inputs) > 1 and condition is body.inputs[1]
+    return passed_on or _number(condition) is True
 
 
-def _is_true(tensor: TensorProto | None) -> bool:
-    return tensor is not None and tensor.data_type == TensorProto.BOOL and _number(tensor) == 1
-
-
-def _number(tensor: TensorProto) -> int | None:
-    if math.prod(tensor.dims) != 1 or tensor.data_location == TensorProto.EXTERNAL:
+def _number(value: ir.Value | None) -> int | bool | None:
+    """The one number that a value holds in every run: a bool for a bool."""
+    tensor = stored_tensor(value)
+    if tensor is None or tensor.size != 1 or isinstance(tensor, ir.ExternalTensor):
         return None
-    return int(numpy_helper.to_array(tensor).reshape(()))
+    number = tensor.numpy().reshape(()).item()
+    return number if isinstance(number, bool) else int(number)
 
 
-def _sizes(graph: onnx.GraphProto) -> dict[str, int]:
+def _sizes(graph: ir.Graph) -> dict[str, int]:
     """Least bytes of every value that a node of this graph computes, by its static type."""
-    computed: set[str] = set()
-    for node in graph.node:
+    sizes: dict[str, int] = {}
+    for node in graph:
         if node.op_type != "Constant":
-            computed.update(node.output)
-    return {info.name: _bytes(info) for info in (*graph.value_info, *graph.output) if info.name in computed}
+            sizes.update((value.name, _bytes(value)) for value in node.outputs if value.name)
+    return sizes
 
 
-def _bytes(value: onnx.ValueInfoProto) -> int:
-    kind = value.type.tensor_type
-    if not kind.HasField("shape") or kind.elem_type in (TensorProto.UNDEFINED, TensorProto.STRING):
+def _bytes(value: ir.Value) -> int:
+    dtype = value.dtype
+    if value.shape is None or not isinstance(value.type, ir.TensorType) or dtype is None:
         return 0
-    try:
-        width: int = helper.tensor_dtype_to_np_dtype(kind.elem_type).itemsize
-    except KeyError:
+    if dtype in (ir.DataType.UNDEFINED, ir.DataType.STRING):
         return 0
-    # An open size has the value 0, and is at least 1.
-    elements: int = math.prod(max(dim.dim_value, 1) for dim in kind.shape.dim)
-    return width * elements
+    # An open size is at least 1.
+    elements = math.prod(max(size, 1) if isinstance(size, int) else 1 for size in value.shape)
+    return dtype.numpy().itemsize * elements
 
 
-def _most(graph: onnx.GraphProto, sizes: dict[str, int]) -> tuple[list[str], int]:
+def _most(graph: ir.Graph, sizes: dict[str, int]) -> tuple[list[str], int]:
     """The values that are alive together where they take most, and their bytes. Each lives until its last reader."""
-    last_use = {output.name: len(graph.node) for output in graph.output}
-    for index, node in enumerate(graph.node):
-        read = list(node.input)
-        for body in bodies(node):
-            read += reads(body)
-        for name in read:
+    last_use = {name: len(graph) for name in names(graph.outputs)}
+    for index, node in enumerate(graph):
+        for name in names(reads(node)):
             last_use[name] = max(last_use.get(name, index), index)
     freed_after: dict[int, list[str]] = {}
     # A dict for its order: equal sizes are listed as they were computed.
     alive: dict[str, None] = {}
     total = most = 0
     alive_at_most: list[str] = []
-    for index, node in enumerate(graph.node):
-        for name in node.output:
+    for index, node in enumerate(graph):
+        for name in names(node.outputs):
             if sizes.get(name, 0):
                 alive[name] = None
                 total += sizes[name]

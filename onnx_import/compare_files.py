@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import onnx_ir as ir
+
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.backends.subprocess_build import GB, Limits, Log, bounded, machine_memory
 from layerline.compare.channel_errors import channel_errors
@@ -19,7 +20,9 @@ from layerline.compare.region import reproduce
 from layerline.compare.value_pairs import computed_values, sides_of_qdq, why_two_sessions
 from layerline.export import probe_files
 from layerline.export.signature import Value, signature
+from layerline.graph.analysis.ir_queries import names
 from layerline.graph.io import module_identity, onnx_files
+from layerline.graph.io.ir_convert import as_ir
 from layerline.graph.io.opset import opset_of, raise_opset
 from layerline.graph.io.wellformed import refuse_broken
 from layerline.graph.quantization import convert
@@ -84,9 +87,9 @@ def compare_within(reference: Path, candidate: Path, data: Path, memory: int, fu
     try:
         return _compared(models[0], models[1], feeds, notes, log, further)
     except StageError:
-        for path, light in zip((reference, candidate), models, strict=True):
+        for path, model in zip((reference, candidate), models, strict=True):
             try:
-                OnnxRuntime().open(light)
+                OnnxRuntime().open(model)
             except StageError as error:  # of the file that is at fault
                 raise StageError(error.what, where=path.name, hint=error.hint) from error
         raise
@@ -99,30 +102,30 @@ def compare_stages(reference: Path, candidate: Path, log: Log, further: Further)
         StageError: a model that onnxruntime can't run.
         ConfigError: the two take other inputs.
     """
-    models = [onnx_files.parts(folder / onnx_files.FILE) for folder in (reference, candidate)]
+    models = [onnx_files.read_model(folder / onnx_files.FILE) for folder in (reference, candidate)]
     # An emulation adds values, and gives those that it rounds under their names.
-    ops = [{name: node.op_type for node in light.model.graph.node for name in node.output} for light in models]
+    ops = [{name: node.op_type for node in model.graph for name in names(node.outputs)} for model in models]
     notes: list[str] = []
-    for which, light in zip(("first", "second"), models, strict=True):
-        reason = convert.not_emulated(light)
+    for which, model in zip(("first", "second"), models, strict=True):
+        reason = convert.not_emulated(model)
         if reason:
             notes.append(f"{which} model: {reason}")
-    models = [convert.runnable(light) for light in models]
+    models = [convert.runnable(model) for model in models]
     emulation: set[str] = set()
-    for light, stored in zip(models, ops, strict=True):
-        emulation.update(set(computed_values(light.model.graph)) - stored.keys())
+    for model, stored in zip(models, ops, strict=True):
+        emulation.update(set(computed_values(model.graph)) - stored.keys())
     # quantize may raise the opset, and models of one opset can be one graph.
-    newest = max(opset_of(light.model) for light in models)
+    newest = max(opset_of(model) for model in models)
     with contextlib.suppress(StageError):
-        models = [raise_opset(light, newest) for light in models]
+        models = [raise_opset(model, newest) for model in models]
     _joint_inputs(models[0], models[1], "the second stage")
     report = _compared(models[0], models[1], probe_files.load(reference), notes, log, further, emulation)
     return replace(report, records=tuple(replace(row, op=ops[0].get(row.name, row.op)) for row in report.records))
 
 
 def _compared(
-    reference: Light,
-    candidate: Light,
+    reference: ir.Model,
+    candidate: ir.Model,
     feeds: Sequence[Feed],
     notes: list[str],
     log: Log,
@@ -131,9 +134,9 @@ def _compared(
 ) -> Report:
     """Compares the values that both have, but those that an emulation adds."""
     log.say(f"comparing every value on {len(feeds)} feeds")
-    values, others = computed_values(reference.model.graph), computed_values(candidate.model.graph)
+    values, others = computed_values(reference.graph), computed_values(candidate.graph)
     # Rounding a value is an error of the layer that reads it, as in the report of quantize.
-    sides = sides_of_qdq(candidate.model.graph, {*values, *candidate.stored}) | set(emulation)
+    sides = sides_of_qdq(candidate.graph, {*values, *candidate.graph.initializers}) | set(emulation)
     shared = set(others) - sides
     pairs = {name: name for name in values if name in shared}
     records = compare(reference, candidate, feeds, isolated=True, pairs=pairs, sizes_differ=True)
@@ -144,7 +147,7 @@ def _compared(
             f"{len(missing)} of {len(values)} values of the first model are not compared, since the second has no "
             f"tensor of that name; the first is {missing[0]}"
         )
-    two_sessions = why_two_sessions(reference.model, candidate.model)
+    two_sessions = why_two_sessions(reference, candidate)
     if two_sessions:
         notes.append(two_sessions)
     report = Report(stage="files", records=records, notes=tuple(notes))
@@ -169,17 +172,18 @@ def _compared(
     return report
 
 
-def _read(path: Path, arrays: Mapping[str, Array], memory: int) -> Light:
+def _read(path: Path, arrays: Mapping[str, Array], memory: int) -> ir.Model:
     light = onnx_files.parts(path)
     refuse_broken(light)
-    symbolic_dims.name(light, {name: array.ndim for name, array in arrays.items()})
-    module_identity.distrust(light.model)
-    allocation_sizes.refuse_endless(light)
-    allocation_sizes.refuse_large(light, memory, "the memory of this machine sets the limit")
-    return light
+    model = as_ir(light)
+    symbolic_dims.name(model, {name: array.ndim for name, array in arrays.items()})
+    module_identity.distrust(model)
+    allocation_sizes.refuse_endless(model)
+    allocation_sizes.refuse_large(model, memory, "the memory of this machine sets the limit")
+    return model
 
 
-def _joint_inputs(reference: Light, candidate: Light, name: str) -> list[Value]:
+def _joint_inputs(reference: ir.Model, candidate: ir.Model, name: str) -> list[Value]:
     """The inputs of both models: those of the reference, with the sizes that either of the two fixes."""
     by_name = {value.name: value for value in signature(reference).inputs}
     for value in signature(candidate).inputs:

@@ -6,14 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
-from onnx import numpy_helper
+import onnx_ir as ir
 
 from layerline.backends.base import Feed
-from layerline.backends.light import Light
 from layerline.export.probe_files import drawn
 from layerline.export.signature import Value
-from layerline.graph.analysis.proto_queries import stored
+from layerline.graph.analysis.ir_queries import stored_tensor
 from layerline.onnx_import.feed_sources import WIDE, Drawn, Samples
 from layerline.onnx_import.size_search import BATCH, Feeder, sizes_text
 from layerline.pipeline.config.field_types import Dimension
@@ -42,7 +40,7 @@ class Fed:
     values: Mapping[str, str]
 
 
-def ranges(light: Light, inputs: Sequence[Value], declared: Mapping[str, Range]) -> dict[str, Range]:
+def ranges(model: ir.Model, inputs: Sequence[Value], declared: Mapping[str, Range]) -> dict[str, Range]:
     """Ranges of integer inputs: as declared, otherwise the rows of the table that they index.
 
     Raises ConfigError for a range of no input, or of one that holds no integers.
@@ -56,7 +54,7 @@ def ranges(light: Light, inputs: Sequence[Value], declared: Mapping[str, Range])
             )
     ranges: dict[str, Range] = {}
     for name in sorted(integers):
-        rows = table_rows(light, name)
+        rows = table_rows(model, name)
         if rows:
             ranges[name] = (0, rows - 1)
     return ranges | dict(declared)
@@ -199,41 +197,37 @@ def _in_words(value: Value, source: Drawn, ranges: Mapping[str, Range]) -> str:
     return text
 
 
-def table_rows(light: Light, name: str) -> int | None:
+def table_rows(model: ir.Model, name: str) -> int | None:
     """Rows of the smallest stored table that an integer input picks from; None where it picks from none."""
-    graph = light.model.graph
-    shapes: dict[str, Sequence[int]] = {tensor_name: tensor.dims for tensor_name, tensor in stored(graph)}
-    shapes.update((weight_name, weight.shape.numpy()) for weight_name, weight in light.weights.items())
     row_counts: list[int] = []
-    for node, place in _readers(graph, name):
-        if node.op_type == "Gather" and place == 1 and node.input[0] in shapes:
-            axes = [int(attribute.i) for attribute in node.attribute if attribute.name == "axis"]
-            row_counts.append(shapes[node.input[0]][(axes or [0])[0]])
+    for node, place in _readers(model.graph, name):
+        if node.op_type == "Gather" and place == 1:
+            table = stored_tensor(node.inputs[0])
+            if table is not None:
+                row_counts.append(table.shape.numpy()[node.attributes.get_int("axis", 0)])
     # An index has to fit into every table that it picks from.
     return min(row_counts, default=None)
 
 
-def compared_numbers(light: Light, name: str) -> tuple[int, ...]:
+def compared_numbers(model: ir.Model, name: str) -> tuple[int, ...]:
     """Stored single numbers that an integer input is compared with: each may lead into another branch."""
-    graph = light.model.graph
-    tensors = dict(stored(graph))
     numbers: dict[int, None] = {}
-    for node, place in _readers(graph, name):
-        if node.op_type not in _COMPARING or node.input[1 - place] not in tensors:
+    for node, place in _readers(model.graph, name):
+        if node.op_type not in _COMPARING:
             continue
-        array = numpy_helper.to_array(tensors[node.input[1 - place]])
+        tensor = stored_tensor(node.inputs[1 - place])
         # Longer tensors are masks and tables, whose elements pick no branch.
-        if array.size == 1 and array.dtype.kind in "iu":
-            numbers[int(array.reshape(-1)[0])] = None
+        if tensor is not None and tensor.size == 1 and tensor.dtype.is_integer():
+            numbers[int(tensor.numpy().reshape(-1)[0])] = None
     return tuple(numbers)
 
 
-def _readers(graph: onnx.GraphProto, name: str) -> Iterator[tuple[onnx.NodeProto, int]]:
+def _readers(graph: ir.Graph, name: str) -> Iterator[tuple[ir.Node, int]]:
     """Nodes of the main graph that read an input's numbers, however reshaped, and at which place."""
-    same = {name}
-    for node in graph.node:
-        for place, read in enumerate(node.input):
+    same = {value for value in graph.inputs if value.name == name}
+    for node in graph:
+        for place, read in enumerate(node.inputs):
             if read in same:
                 yield node, place
                 if place == 0 and node.op_type in _PASSING:
-                    same.add(node.output[0])
+                    same.add(node.outputs[0])

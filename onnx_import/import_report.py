@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 
 from layerline.backends.base import Feed
-from layerline.backends.light import Light
 from layerline.compare.compare_models import compare, floors
 from layerline.compare.topk_indices import pointers
 from layerline.compare.value_pairs import pair_values, why_two_sessions
 from layerline.compare.value_types import CODES
 from layerline.export.signature import signature
+from layerline.graph.analysis.ir_queries import names
 from layerline.graph.analysis.rounding_noise import drawn, random_note, unjudged
 from layerline.graph.fusion import verify_rewrites
 from layerline.graph.io import onnx_files
@@ -44,9 +45,9 @@ def unchanged(
         The rows, and notes.
     """
     original = adopted.original
-    random = drawn(original.model)
+    random = drawn(original)
     random_notes = random_note(random)
-    rows, notes = compare_in_parts(original, adopted.light, feeds, elements)
+    rows, notes = compare_in_parts(original, adopted.model, feeds, elements)
     if all(row.max_abs == 0 and row.passed for row in rows):
         exact_rows = tuple(replace(row, tolerance=0.0) for row in rows)
         return exact_rows, [*random_notes, *notes, "every value is equal to the last bit"]
@@ -58,13 +59,13 @@ def unchanged(
             allowed = verify_rewrites.tolerance(row.name, {row.name: CODES.get(row.dtype, 0)}, noise)
         if row.name not in random:
             tolerances[row.name] = allowed
-    rows, notes = compare_in_parts(original, adopted.light, feeds, elements, tolerances)
+    rows, notes = compare_in_parts(original, adopted.model, feeds, elements, tolerances)
     return rows, [*random_notes, *notes]
 
 
 def compare_in_parts(
-    reference: Light,
-    candidate: Light,
+    reference: ir.Model,
+    candidate: ir.Model,
     feeds: Sequence[Feed],
     elements: Callable[[Feed], Mapping[str, int]],
     tolerances: Mapping[str, float] | None = None,
@@ -80,7 +81,7 @@ def compare_in_parts(
     Returns:
         The rows, and notes.
     """
-    why = why_two_sessions(reference.model, candidate.model)
+    why = why_two_sessions(reference, candidate)
     if why is None:
         return compare(reference, candidate, feeds, tolerances=tolerances), ()
     counts = [elements(feed) for feed in feeds]
@@ -90,10 +91,10 @@ def compare_in_parts(
     if not chosen:
         chosen = [sizes.index(min(sizes))]
     largest = max(chosen, key=lambda index: sizes[index])
-    pairs = pair_values(reference.model, candidate.model)
+    pairs = pair_values(reference, candidate)
     rows = {row.name: row for row in compare(reference, candidate, feeds, pairs={}, tolerances=tolerances)}
-    index_sources = pointers(reference.model.graph)
-    outputs = {output.name for output in reference.model.graph.output}
+    index_sources = pointers(reference.graph)
+    outputs = set(names(reference.graph.outputs))
     chosen_feeds = [feeds[index] for index in chosen]
     for part in _parts([value for value in pairs if value not in rows], counts[largest]):
         wanted = set(part)
@@ -127,11 +128,11 @@ def _parts(values: Sequence[str], elements: Mapping[str, int]) -> Iterator[list[
         yield part
 
 
-def save_checked(light: Light, folder: Path) -> list[str]:
+def save_checked(model: ir.Model, folder: Path) -> list[str]:
     """Saves the model and gives what only onnx objects to, as notes. Raises StageError if it is not valid ONNX."""
-    path = onnx_files.save(light, folder)
-    for output in light.model.graph.output:
-        if not output.type.tensor_type.HasField("shape"):
+    path = onnx_files.save(model, folder)
+    for output in model.graph.outputs:
+        if output.shape is None:
             return [f"the rank of output {output.name} varies, so onnx's checker refuses the file; onnxruntime runs it"]
     try:
         onnx.checker.check_model(str(path))
@@ -149,26 +150,26 @@ def _one_line(error: Exception) -> str:
 
 
 def metrics(adopted: Adopted, rows: Sequence[LayerDiff], feeds: int) -> dict[str, Scalar]:
-    model = adopted.light.model
+    model = adopted.model
     random = drawn(model)
     return {
         **unjudged(model.graph, random),
-        "nodes": len(model.graph.node),
+        "nodes": len(model.graph),
         "values_compared": sum(row.name not in random for row in rows),
         "feeds": feeds,
-        "opset_before": opset_of(adopted.original.model),
+        "opset_before": opset_of(adopted.original),
         "opset": opset_of(model),
     }
 
 
-def tables(light: Light, feeder: Feeder, fed: Fed) -> dict[str, list[dict[str, Scalar]]]:
+def tables(model: ir.Model, feeder: Feeder, fed: Fed) -> dict[str, list[dict[str, Scalar]]]:
     """What each input was fed with, and the sizes that the model is known to take."""
     inputs: list[dict[str, Scalar]] = []
-    for value in signature(light).inputs:
+    for value in signature(model).inputs:
         shape = ", ".join(map(str, value.shape))
         inputs.append({"input": value.name, "type": value.dtype, "shape": shape, "fed with": fed.values[value.name]})
     dimensions: list[dict[str, Scalar]] = []
-    for name, places in symbolic_dims.places(light).items():
+    for name, places in symbolic_dims.places(model).items():
         dim = feeder.dims[name]
         dimensions.append(
             {

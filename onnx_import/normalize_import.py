@@ -8,15 +8,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+import onnx_ir as ir
+from onnx import helper
 
 from layerline.backends.base import MODULE
-from layerline.backends.light import Light
-from layerline.graph.analysis.ir_queries import Array, fresh_name
-from layerline.graph.analysis.proto_queries import first_output, metadata
+from layerline.graph.analysis.ir_queries import (
+    Array,
+    first_output,
+    fresh_name,
+    model_nodes,
+    names,
+    value_names,
+)
 from layerline.graph.fusion.fuse import rewrite
 from layerline.graph.fusion.rules import RULES
-from layerline.graph.io import onnx_files
 from layerline.graph.io.canonicalize import prepare
 from layerline.graph.io.opset import IR_VERSION, opset_of, raise_opset
 from layerline.pipeline.errors import ConfigError, StageError
@@ -32,16 +37,16 @@ class Adopted:
 
     Attributes:
         original: the file's model; only node names, module paths and the format version differ.
-        light: with functions inlined and the opset raised.
+        model: with functions inlined and the opset raised.
         notes: what was changed.
     """
 
-    original: Light
-    light: Light
+    original: ir.Model
+    model: ir.Model
     notes: tuple[str, ...]
 
 
-def adopt(original: Light, opset: int) -> Adopted:
+def adopt(original: ir.Model, opset: int) -> Adopted:
     """Names the nodes, inlines functions, makes initializers that were inputs constants, raises the opset.
 
     Args:
@@ -51,22 +56,22 @@ def adopt(original: Light, opset: int) -> Adopted:
     Raises:
         StageError: a version that can't be raised or is not known here, a sparse initializer.
     """
-    notes = [*_readable(original.model), *name_nodes(original.model)]
-    stamp(original.model)
+    notes = [*_readable(original), *name_nodes(original)]
+    stamp(original)
     prepared, prepare_notes = prepare(original)
     raised = raise_opset(prepared, opset)
-    before = opset_of(prepared.model)
-    after = opset_of(raised.model)
+    before = opset_of(prepared)
+    after = opset_of(raised)
     if after != before:
         notes.append(f"raised from opset {before} to {after}")
-        _inherit(prepared.model, raised.model)
-    _readable(raised.model)
-    name_nodes(raised.model)
-    stamp(raised.model)
-    return Adopted(original=original, light=raised, notes=(*notes, *prepare_notes))
+        _inherit(prepared, raised)
+    _readable(raised)
+    name_nodes(raised)
+    stamp(raised)
+    return Adopted(original=original, model=raised, notes=(*notes, *prepare_notes))
 
 
-def freeze(light: Light, values: Mapping[str, float | Sequence[float]]) -> dict[str, Array]:
+def freeze(model: ir.Model, values: Mapping[str, float | Sequence[float]]) -> dict[str, Array]:
     """Makes inputs constants, in place: each gets one number throughout, or a number for each place of its one axis.
 
     Returns:
@@ -76,37 +81,36 @@ def freeze(light: Light, values: Mapping[str, float | Sequence[float]]) -> dict[
         ConfigError: no such input, one whose shape varies, another count of numbers than elements, or a number that its
             type can't hold.
     """
-    graph = light.model.graph
-    inputs = {value.name: value for value in graph.input}
+    graph = model.graph
+    inputs = {value.name or "": value for value in graph.inputs}
     frozen: dict[str, Array] = {}
     for name, number in values.items():
         if name not in inputs:
             raise ConfigError(f"there is no input {name!r}", where="values", hint=f"inputs: {', '.join(inputs)}")
-        tensor_type = inputs[name].type.tensor_type
-        shape = _frozen_shape(name, tensor_type.shape.dim, number)
-        array = np.full(shape, number).astype(helper.tensor_dtype_to_np_dtype(tensor_type.elem_type))
+        value = inputs[name]
+        assert value.dtype is not None and value.shape is not None  # every input has been named
+        array = np.full(_frozen_shape(name, value.shape, number), number).astype(value.dtype.numpy())
         if array.dtype.kind in "iub" and (array != number).any():
             raise ConfigError(f"{array.dtype} can't hold {number}", where=f"values.{name}")
         frozen[name] = array
-        graph.initializer.append(numpy_helper.from_array(array, name))
-        graph.input.remove(inputs[name])
+        graph.inputs.remove(value)
+        value.shape = ir.Shape(array.shape)
+        value.const_value = ir.tensor(array, name=name)
+        graph.register_initializer(value)
     return frozen
 
 
-def _frozen_shape(
-    name: str, dims: Sequence[onnx.TensorShapeProto.Dimension], number: float | Sequence[float]
-) -> list[int]:
+def _frozen_shape(name: str, shape: ir.Shape, number: float | Sequence[float]) -> list[int]:
     """The shape of a constant in place of an input. Numbers along an axis fix its size."""
     where = f"values.{name}"
     several = isinstance(number, Sequence)
-    varies = any(dim.dim_param for dim in dims)
-    if varies and not (several and len(dims) == 1):
+    if not shape.is_static() and not (several and len(shape) == 1):
         raise ConfigError("its shape varies, so it can't be a constant", where=where, hint="fix it in `dims`")
     if not isinstance(number, Sequence):
-        return [dim.dim_value for dim in dims]
-    # 0 is the value of a dimension that has a name instead.
-    if len(dims) != 1 or dims[0].dim_value not in (0, len(number)):
-        declared = ", ".join(str(dim.dim_value or dim.dim_param) for dim in dims)
+        return list(shape.numpy())
+    fits = len(shape) == 1 and (not shape.is_static() or shape[0] == len(number))
+    if not fits:
+        declared = ", ".join(str(size) for size in shape)
         raise ConfigError(f"{len(number)} numbers for an input of shape ({declared})", where=where)
     return [len(number)]
 
@@ -117,41 +121,39 @@ def take_branches(adopted: Adopted) -> Adopted:
     The other branch may be invalid at these sizes, such as a Squeeze of an axis of size 4, and a runtime refuses that
     before it runs anything. A model without such an If is returned as it is.
     """
-    light = adopted.light
-    if not any(node.op_type == "If" for node in light.model.graph.node):
+    if not any(node.op_type == "If" for node in adopted.model.graph):
         return adopted
-    rewritten = rewrite(light, [rule for rule in RULES if rule.name in _DECIDING])
+    rewritten = rewrite(adopted.model, [rule for rule in RULES if rule.name in _DECIDING])
     decided = [firing.site.value for firing in rewritten.firings if firing.site.rule == "constant-branch"]
     if not decided:
         return adopted
     notes = [f"If {value} has a constant condition: the branch that it takes replaces it" for value in decided]
-    return replace(adopted, light=rewritten.light, notes=(*adopted.notes, *notes))
+    return replace(adopted, model=rewritten.model, notes=(*adopted.notes, *notes))
 
 
-def name_nodes(model: onnx.ModelProto) -> list[str]:
+def name_nodes(model: ir.Model) -> list[str]:
     """Gives every node a unique name, in place: `<operator>_<first output>` if it has none or a repeated one."""
-    nodes = onnx_files.nodes(model)
-    taken = {node.name for node in nodes}
+    nodes = list(model_nodes(model))
+    taken = {node.name or "" for node in nodes}
     used = {""}
     renamed = 0
     for node in nodes:
-        if node.name in used:
+        if (node.name or "") in used:
             node.name = fresh_name(f"{node.op_type}_{first_output(node) or 'none'}", taken)
             if node.op_type != "Constant":
                 renamed += 1
-        used.add(node.name)
+        used.add(node.name or "")
     if not renamed:
         return []
     return [f"{renamed} nodes had no unique name and are called after their first output"]
 
 
-def stamp(model: onnx.ModelProto) -> None:
+def stamp(model: ir.Model) -> None:
     """Writes a module path on every node that carries none, in place, made from its name."""
-    for graph in onnx_files.graphs(model):
-        for node in graph.node:
-            path = module_path(node.name, node.op_type)
-            if path and not metadata(node, MODULE):
-                node.metadata_props.add(key=MODULE, value=path)
+    for node in model.graph.all_nodes():
+        path = module_path(node.name or "", node.op_type)
+        if path and not node.metadata_props.get(MODULE):
+            node.metadata_props[MODULE] = path
 
 
 def module_path(name: str, op: str) -> str:
@@ -174,7 +176,7 @@ def module_path(name: str, op: str) -> str:
     return ".".join(parts)
 
 
-def _readable(model: onnx.ModelProto) -> list[str]:
+def _readable(model: ir.Model) -> list[str]:
     """Lowers the format version to what the operators need, in place: runtimes lag behind onnx."""
     before = model.ir_version
     newest = onnx.defs.onnx_opset_version()
@@ -185,27 +187,24 @@ def _readable(model: onnx.ModelProto) -> list[str]:
             where="opset",
             hint="update onnx, or export the model at a lower opset",
         )
-    needed: int = helper.find_min_ir_version_for(list(model.opset_import), ignore_unknown=True)
+    imports = [helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
+    needed: int = helper.find_min_ir_version_for(imports, ignore_unknown=True)
     model.ir_version = max(needed, IR_VERSION)
     if model.ir_version >= before:
         return []
     return [f"ir_version {before} became {model.ir_version}, which onnxruntime reads"]
 
 
-def _inherit(before: onnx.ModelProto, raised: onnx.ModelProto) -> None:
+def _inherit(before: ir.Model, raised: ir.Model) -> None:
     """Gives nodes that a conversion added the module of the node that reads their value, in place."""
-    old_values: set[str] = set()
-    for graph in onnx_files.graphs(before):
-        for node in graph.node:
-            old_values.update(node.output)
-    for graph in onnx_files.graphs(raised):
+    old_values = value_names(before)
+    for graph in raised.graphs():
         module_of_reader: dict[str, str] = {}
-        for node in reversed(graph.node):
-            for value in node.input:
-                module_of_reader[value] = metadata(node, MODULE)
-        for node in reversed(graph.node):
+        for node in reversed(graph):
+            module_of_reader |= dict.fromkeys(names(node.inputs), node.metadata_props.get(MODULE, ""))
+        for node in reversed(graph):
             output = first_output(node)
             path = module_of_reader.get(output)
-            if path and output not in old_values and not metadata(node, MODULE):
-                node.metadata_props.add(key=MODULE, value=path)
-                module_of_reader |= dict.fromkeys(node.input, path)
+            if path and output not in old_values and not node.metadata_props.get(MODULE):
+                node.metadata_props[MODULE] = path
+                module_of_reader |= dict.fromkeys(names(node.inputs), path)

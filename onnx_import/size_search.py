@@ -7,11 +7,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import onnx_ir as ir
+
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.export.declared_shapes import watching
 from layerline.export.signature import Value
+from layerline.graph.analysis.ir_queries import names
 from layerline.onnx_import.feed_sources import Source, shape
 from layerline.pipeline.config.field_types import Dim, Dimension
 from layerline.pipeline.errors import ConfigError, StageError, first_line
@@ -55,7 +57,7 @@ class Feeder:
         notes: what was left out, and why.
     """
 
-    model: Light
+    model: ir.Model
     inputs: Sequence[Value]
     declared: Mapping[str, Dimension]
     constants: Mapping[str, Array] = field(default_factory=dict)
@@ -141,13 +143,15 @@ class Feeder:
     def elements(self, feed: Feed) -> dict[str, int]:
         """Elements of every value of the main graph on this feed, by shapes that the graph itself gives."""
         if self._counting is None:
-            nodes = self.model.model.graph.node
-            values = [output for node in nodes if node.op_type != "Constant" for output in node.output if output]
+            values: list[str] = []
+            for node in self.model.graph:
+                if node.op_type != "Constant":
+                    values += names(node.outputs)
             types = OnnxRuntime().open(self.model, values).types
             countable = {value for value in values if types[value][0] in _COUNTABLE}
             watched, self._shapes = watching(self.model, countable)
             if countable:  # a graph must have an output
-                del watched.model.graph.output[: len(self.model.model.graph.output)]
+                del watched.graph.outputs[: len(self.model.graph.outputs)]
             self._counting = OnnxRuntime().open(watched)
         outputs = self._counting.run(self.whole(feed))
         return {value: math.prod(outputs[name].tolist()) for name, value in self._shapes.items()}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
-import onnx
+import onnx_ir as ir
 
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light
+from layerline.graph.analysis.ir_queries import fed, graph_values
 from layerline.pipeline.errors import StageError
 
 # Exporters write these where they have no name. Two dimensions called `?` need not have one size.
@@ -20,11 +21,14 @@ _INFERRED = re.compile(r"unk__\d+")
 _NOT_OUTPUTS = ("BFLOAT16", "INT4", "UINT4", "FLOAT4", "INT2", "UINT2")
 _NOT_INPUTS = (*_NOT_OUTPUTS, "FLOAT8")
 
+Size: TypeAlias = int | str | None
+"""The size of one axis: a number, the name of one, or None where it is open."""
+
 Places = dict[str, list[tuple[str, int]]]
 """Where each dimension is, by name: (input, axis)."""
 
 
-def name(light: Light, ranks: Mapping[str, int]) -> Places:
+def name(model: ir.Model, ranks: Mapping[str, int]) -> Places:
     """Names the unnamed sizes of the inputs `<input>_dim<axis>`, in place. Returns all dimensions that vary.
 
     Args:
@@ -34,39 +38,39 @@ def name(light: Light, ranks: Mapping[str, int]) -> Places:
         StageError: an input or output is of a type that can't be fed or read, or an input holds text, or has no shape
             and is not in `ranks`; names the first.
     """
-    for value in light.fed:
+    for value in fed(model):
         _refuse_type("input", value, _NOT_INPUTS)
-    for value in light.model.graph.output:
+    for value in model.graph.outputs:
         _refuse_type("output", value, _NOT_OUTPUTS)
-    for value in light.fed:
-        tensor_type = value.type.tensor_type
-        if tensor_type.elem_type == onnx.TensorProto.STRING:
-            raise StageError("the input is text", where=value.name, hint="cut the tokeniser off: feed numbers")
-        if value.type.HasField("tensor_type") and not tensor_type.HasField("shape"):
-            if value.name not in ranks:
+    for value in fed(model):
+        input_name = value.name or ""
+        if value.dtype == ir.DataType.STRING:
+            raise StageError("the input is text", where=input_name, hint="cut the tokeniser off: feed numbers")
+        if isinstance(value.type, ir.TensorType) and value.shape is None:
+            if input_name not in ranks:
                 raise StageError(
                     "the file does not say how many axes this input has",
-                    where=value.name,
+                    where=input_name,
                     hint="give samples: `data: samples.npz`, with one array per input",
                 )
-            tensor_type.shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in range(ranks[value.name]))
-        for axis, dim in enumerate(tensor_type.shape.dim):
-            if _is_open(dim):
-                dim.dim_param = f"{value.name}_dim{axis}"
-    for item in (*light.model.graph.output, *light.model.graph.value_info):
-        for dim in item.type.tensor_type.shape.dim:
-            if _is_open(dim):
-                dim.Clear()
-    return places(light)
+            value.shape = ir.Shape([None] * ranks[input_name])
+        sizes = _sizes(value)
+        for axis, size in enumerate(sizes):
+            if _is_open(size):
+                sizes[axis] = f"{input_name}_dim{axis}"
+        _set_sizes(value, sizes)
+    for value in {*model.graph.outputs, *graph_values(model.graph)} - set(fed(model)):
+        _set_sizes(value, [None if _is_open(size) else size for size in _sizes(value)])
+    return places(model)
 
 
-def places(light: Light) -> Places:
+def places(model: ir.Model) -> Places:
     """The dimensions of the inputs that vary."""
     places = Places()
-    for value in light.fed:
-        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            if dim.dim_param:
-                places.setdefault(dim.dim_param, []).append((value.name, axis))
+    for value in fed(model):
+        for axis, size in enumerate(_sizes(value)):
+            if isinstance(size, str) and size:
+                places.setdefault(size, []).append((value.name or "", axis))
     return places
 
 
@@ -75,17 +79,17 @@ def as_text(places: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{name} axis {axis}" for name, axis in places)
 
 
-def write(model: onnx.ModelProto, names: Mapping[str, str], sizes: Mapping[str, int]) -> None:
+def write(model: ir.Model, names: Mapping[str, str], sizes: Mapping[str, int]) -> None:
     """Renames dimensions and puts numbers in the place of others, everywhere, in place."""
-    for item in (*model.graph.input, *model.graph.output, *model.graph.value_info):
-        for dim in item.type.tensor_type.shape.dim:
-            if dim.dim_param in sizes:
-                dim.dim_value = sizes[dim.dim_param]
-            elif dim.dim_param in names:
-                dim.dim_param = names[dim.dim_param]
+    for value in {*model.graph.outputs, *graph_values(model.graph)}:
+        written: list[Size] = []
+        for size in _sizes(value):
+            size_name = size if isinstance(size, str) else ""
+            written.append(sizes.get(size_name, names.get(size_name, size)))
+        _set_sizes(value, written)
 
 
-def settle(model: onnx.ModelProto, places: Places, runs: Sequence[tuple[Feed, Mapping[str, Array]]]) -> None:
+def settle(model: ir.Model, places: Places, runs: Sequence[tuple[Feed, Mapping[str, Array]]]) -> None:
     """Names the open sizes of the outputs, in place: after the dimension that they follow, else `<output>_dim<axis>`.
 
     A size that was the same on every feed is not taken for fixed: a detector finds any number of things.
@@ -98,38 +102,48 @@ def settle(model: onnx.ModelProto, places: Places, runs: Sequence[tuple[Feed, Ma
         sizes = [feed[input_name].shape[axis] for feed, _ in runs]
         if len(set(sizes)) > 1:
             varied[dim_name] = sizes
-    for output in model.graph.output:
-        tensor_type = output.type.tensor_type
-        shapes = [outputs[output.name].shape for _, outputs in runs]
+    for output in model.graph.outputs:
+        output_name = output.name or ""
+        shapes = [outputs[output_name].shape for _, outputs in runs]
         if len({len(shape) for shape in shapes}) > 1:
             # Out of two branches of an If: what the file declares stays.
             continue
-        if not tensor_type.HasField("shape") or len(tensor_type.shape.dim) != len(shapes[0]):
-            tensor_type.ClearField("shape")
-            tensor_type.shape.SetInParent()
-            tensor_type.shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in shapes[0])
-        for axis, dim in enumerate(tensor_type.shape.dim):
-            if _is_open(dim) or _INFERRED.fullmatch(dim.dim_param):
+        if output.shape is None or len(output.shape) != len(shapes[0]):
+            output.shape = ir.Shape([None] * len(shapes[0]))
+        settled = _sizes(output)
+        for axis, size in enumerate(settled):
+            if _is_open(size) or (isinstance(size, str) and _INFERRED.fullmatch(size)):
                 sizes = [shape[axis] for shape in shapes]
                 same = [name for name, sizes_of_name in varied.items() if sizes_of_name == sizes]
-                dim.dim_param = [*same, f"{output.name}_dim{axis}"][0]
+                settled[axis] = [*same, f"{output_name}_dim{axis}"][0]
+        _set_sizes(output, settled)
 
 
-def _refuse_type(what: str, value: onnx.ValueInfoProto, refused: tuple[str, ...]) -> None:
-    code = value.type.tensor_type.elem_type
-    if code not in onnx.TensorProto.DataType.values():
-        raise StageError(f"the {what} is of element type {code}, which ONNX has not", where=value.name)
-    element_type = onnx.TensorProto.DataType.Name(code)
+def _sizes(value: ir.Value) -> list[Size]:
+    """The sizes of a tensor; none where its shape is not declared."""
+    if value.shape is None or not isinstance(value.type, ir.TensorType):
+        return []
+    return [size if isinstance(size, int) else size.value for size in value.shape]
+
+
+def _set_sizes(value: ir.Value, sizes: Sequence[Size]) -> None:
+    if value.shape is not None and sizes != _sizes(value):
+        denotations = [value.shape.get_denotation(axis) for axis in range(len(sizes))]
+        value.shape = ir.Shape(sizes, denotations=denotations)
+
+
+def _refuse_type(what: str, value: ir.Value, refused: tuple[str, ...]) -> None:
+    element_type = "UNDEFINED" if value.dtype is None else value.dtype.name
     if element_type.startswith(refused):
         raise StageError(
             f"the {what} is {element_type.lower()}, which numpy has not, so it can't be fed or read",
-            where=value.name,
+            where=value.name or "",
             hint="put a Cast to float32 behind that input, or before that output",
         )
 
 
-def _is_open(dim: onnx.TensorShapeProto.Dimension) -> bool:
-    if dim.HasField("dim_value"):
-        # Some exporters write 0 or -1 where others leave the size out.
-        return bool(dim.dim_value <= 0)
-    return dim.dim_param.strip() in _NAMELESS
+def _is_open(size: Size) -> bool:
+    # Some exporters write 0 or -1 where others leave the size out.
+    if isinstance(size, int):
+        return size <= 0
+    return size is None or size.strip() in _NAMELESS

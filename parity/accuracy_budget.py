@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
@@ -82,8 +82,8 @@ class Evaluation:
         self._samples = b""
         self._own_metric = own_metric(data.task)
         self.metric: Metric = self._own_metric or accuracy
-        self._last: tuple[Light, Measured] | None = None
-        self._held: tuple[Light, Measured] | None = None
+        self._last: tuple[ir.Model, Measured] | None = None
+        self._held: tuple[ir.Model, Measured] | None = None
 
     def measure(self, converted: Converted) -> Measured | None:
         """The metric of the float and of the converted model; None where there is none, and `why` says the reason.
@@ -149,7 +149,7 @@ class Evaluation:
                 return measured
         return None
 
-    def refuse_unknown(self, model: Light, max_drop: MaxDrop | None) -> None:
+    def refuse_unknown(self, model: ir.Model, max_drop: MaxDrop | None) -> None:
         """Refuses a budget for a metric that metric() does not give for the first batch of eval_data()."""
         samples = self._data.evaluation() if isinstance(max_drop, Mapping) else None
         if samples is None:

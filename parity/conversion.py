@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import onnx_ir as ir
+
 from layerline.backends.base import Feed
-from layerline.backends.light import Light
 from layerline.graph.quantization import convert, layer_formats, repairs
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Calibrated, Converted
@@ -46,7 +47,7 @@ class Conversion:
     """
 
     fields: QuantizeFields
-    model: Light
+    model: ir.Model
     data: CalibrationData
     probes: list[Feed]
     evaluation: Evaluation
@@ -86,7 +87,7 @@ class Conversion:
         outcome = search.run()
         return Result(outcome.converted, lambda report: outcome.added_to(report, self.model, fields.layers))
 
-    def calibrated(self, model: Light) -> Calibrated:
+    def calibrated(self, model: ir.Model) -> Calibrated:
         """Calibrates a float model: the given one, or one whose channels a repair scaled."""
         fields = self.fields
         return convert.calibrate(

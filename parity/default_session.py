@@ -11,16 +11,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import onnx_ir as ir
+
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime, int8_flag
 from layerline.compare import noise_floor
 from layerline.compare.region import region
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.topk_indices import pointers, resolved
+from layerline.compare.value_pairs import computed_values
 from layerline.compare.value_types import CODES, types_of
 from layerline.export import declared_shapes
 from layerline.graph.analysis.counted_values import counted
+from layerline.graph.analysis.ir_queries import fed, first_output, names
 from layerline.graph.analysis.rounding_noise import drawn
 from layerline.graph.io import onnx_files
 from layerline.graph.io.module_identity import modules
@@ -81,10 +84,10 @@ def check(
     fault, worst = _run(path, feeds, expected, allowed)
     notes: list[str] = []
     if fault is not None:
-        light = onnx_files.parts(path)
-        corrected = declared_shapes.correct(light.model, declared_shapes.measured(light, feeds))
+        model = onnx_files.read_model(path)
+        corrected = declared_shapes.correct(model, declared_shapes.measured(model, feeds))
         if corrected:
-            onnx_files.save(light, path.parent)
+            onnx_files.save(model, path.parent)
             count = f"{len(corrected)} inner values"
             notes.append(f"the declared shape of {count} was wrong, first {corrected[0]}: it was corrected")
             fault, worst = _run(path, feeds, expected, allowed)
@@ -120,7 +123,7 @@ def _run(
 ) -> tuple[_Fault | None, float]:
     """The first fault, and the greatest distance of an output."""
     worst = 0.0
-    model = onnx_files.read(path).model
+    model = onnx_files.read_model(path)
     indices = pointers(model.graph)
     random = drawn(model)  # outputs that depend on a random operator are not judged
     by_numbers = counted(model.graph)
@@ -167,16 +170,16 @@ def _sources_agree(path: Path, feed: Feed, sources: Sequence[str], allowed: Mapp
 
 def _locate(path: Path, feeds: Sequence[Feed], fault: _Fault) -> tuple[str, bool]:
     """The node that the runtime names, otherwise the first bad one; and whether its values only flipped."""
-    light = onnx_files.parts(path)
-    named = [node for node in light.model.graph.node if node.name and f"node {node.name}:" in fault.what]
+    model = onnx_files.read_model(path)
+    named = [node for node in model.graph if node.name and f"node {node.name}:" in fault.what]
     flips = 0
     if named:
-        value = named[0].output[0]
+        value = first_output(named[0])
     else:
-        value, flips = _first_bad(light, feeds[fault.feed], fault)
-    for node in light.model.graph.node:
-        if value and value in node.output:
-            module = modules(light.model).get(value, "")
+        value, flips = _first_bad(model, feeds[fault.feed], fault)
+    for node in model.graph:
+        if value and value in names(node.outputs):
+            module = modules(model).get(value, "")
             where = f"{node.op_type} {node.name or value}"
             if module:
                 where += f", module {module}"
@@ -184,14 +187,14 @@ def _locate(path: Path, feeds: Sequence[Feed], fault: _Fault) -> tuple[str, bool
     return value or "the model", False
 
 
-def _first_bad(light: Light, feed: Feed, fault: _Fault) -> tuple[str, int]:
+def _first_bad(model: ir.Model, feed: Feed, fault: _Fault) -> tuple[str, int]:
     """The first value that a default session computes wrong, by bisection.
 
     Also the number of elements that differ if it is small enough for flips; otherwise 0.
     """
-    values = [output for n in light.model.graph.node if n.op_type != "Constant" for output in n.output if output]
+    values = computed_values(model.graph)
     try:
-        session = OnnxRuntime(few_runs=True).open(light, values)
+        session = OnnxRuntime(few_runs=True).open(model, values)
     except StageError:
         return fault.where, 0
     types = types_of(session)
@@ -201,15 +204,10 @@ def _first_bad(light: Light, feed: Feed, fault: _Fault) -> tuple[str, int]:
 
     def default(value: str) -> Array | None:
         """The value in a default session of the part of the model up to it; None if that fails."""
-        part = region(light, value, {info.name for info in light.fed}, types)
-        computed: set[str] = set()
-        for node in part.model.graph.node:
-            computed.update(node.output)
         # The declared shapes decide which buffers a default session shares, so they must be there.
-        inner = [info for info in light.model.graph.value_info if info.name in computed - {value}]
-        part.model.graph.value_info.extend(inner)
+        part = region(model, value, names(fed(model)), types, declared=True)
         try:
-            return OnnxRuntime(defaults=True).open(part).run({info.name: feed[info.name] for info in part.fed})[value]
+            return OnnxRuntime(defaults=True).open(part).run({name: feed[name] for name in names(fed(part))})[value]
         except StageError:
             return None
 

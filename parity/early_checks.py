@@ -13,7 +13,8 @@ from layerline.export.dynamic_axes import Axes
 from layerline.export.example_call import Call
 from layerline.export.signature import Signature, Value
 from layerline.export.torch_export import quiet, trace
-from layerline.graph.io import module_identity, onnx_files
+from layerline.graph.analysis.ir_queries import model_nodes
+from layerline.graph.io import module_identity
 from layerline.parity.probe_inputs import BEYOND, drawn_over, outputs_or_error, size_refused
 from layerline.pipeline.config.field_types import Dim
 from layerline.pipeline.errors import ConfigError
@@ -105,7 +106,7 @@ def traced(call: Call, axes: Axes, opset: int, root: Path) -> tuple[Signature, s
     except Exception:  # noqa: BLE001 - the exporter tries other ways of tracing, and explains where all of them fail
         exported = trace(call, axes, opset, root)
         names |= module_identity.all_names(exported.model)
-        ops = {node.op_type for node in onnx_files.nodes(exported.model)}
+        ops = {node.op_type for node in model_nodes(exported.model)}
         traced_max = {name: greatest for name, (_, greatest) in exported.ranges.items()}
     return _signature(call, axes, traced_max), names | {*call.feed, *call.outputs}, ops
 

@@ -73,7 +73,7 @@ def _metrics(prober: Prober, rows: Sequence[LayerDiff], opset: int) -> dict[str,
         sizes = bounds(prober.dims)
     return {
         **unjudged(graph, random),
-        "nodes": len(graph.node),
+        "nodes": len(graph),
         "values_compared": sum("nondeterministic" not in row.extra for row in rows),
         **sizes,
         "opset": opset,

@@ -16,6 +16,7 @@ from layerline.compare.arrays import array, tensor
 from layerline.export.fake_quant import PER_CHANNEL, TARGETS
 from layerline.export.program_queries import stored
 from layerline.export.torch_export import Traced
+from layerline.graph.analysis.ir_queries import names
 from layerline.pipeline.errors import StageError
 
 _WIDE = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64) | dict.fromkeys(
@@ -175,7 +176,7 @@ class Rounded:
         nodes = [node for node in traced.program.graph.nodes if node.target in TARGETS]
         self.steps: dict[fx.Node, str] = {node: values[node.name] for node in nodes if node.name in values}
         self.flips: dict[str, int] = {}
-        self._outputs = {traced.nodes[o.name]: o.name for o in traced.model.graph.output if o.name in traced.nodes}
+        self._outputs = {traced.nodes[name]: name for name in names(traced.model.graph.outputs) if name in traced.nodes}
         self._onnx_values: Sequence[Mapping[str, Array]] = ()
         # The program's outputs behind the settled steps, and how far these moved them, by feed and output.
         self._settled: dict[tuple[int, str], Tensor] = {}

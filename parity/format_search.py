@@ -22,13 +22,12 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from layerline.backends.light import Light
 from layerline.compare.compare_models import distances
 from layerline.compare.output_effects import effects
-from layerline.graph.io.ir_convert import to_ir
+from layerline.graph.analysis.ir_queries import first_output
 from layerline.graph.quantization.convert import Converted
 from layerline.graph.quantization.cost_model import CostModel
-from layerline.graph.quantization.naming import first_output, matching, module_of
+from layerline.graph.quantization.naming import matching, module_of
 from layerline.graph.quantization.targets import FORMATS, OPS
 from layerline.parity.repair_steps import Repaired
 from layerline.parity.search_judge import Judge, Verdict
@@ -64,7 +63,7 @@ class Outcome:
     repaired: Repaired
     gates: tuple[Gate, ...] = ()
 
-    def added_to(self, report: Report, model: Light, layers: Mapping[str, str]) -> Report:
+    def added_to(self, report: Report, model: ir.Model, layers: Mapping[str, str]) -> Report:
         """The report with the table, its figures, and the fields of pipe.yaml that fix what was chosen.
 
         Args:
@@ -296,7 +295,7 @@ class Search:
 
     def _result(self, converted: Converted, formats: Mapping[str, str], gates: tuple[Gate, ...]) -> Outcome:
         in_float = self._costs.cost({}, self.float_format) or 1.0
-        nodes = {first_output(node): node for node in to_ir(self.calibrated.model).graph}
+        nodes = {first_output(node): node for node in self.calibrated.model.graph}
         rows: list[Mapping[str, Scalar]] = []
         for layer in self._layers:
             own, effect = self._own.get(layer), self._effects.get(layer)
@@ -340,7 +339,7 @@ class Search:
 
 
 def fragment(
-    model: Light, layers: Mapping[str, str], formats: Mapping[str, str], quantized: Mapping[str, str]
+    model: ir.Model, layers: Mapping[str, str], formats: Mapping[str, str], quantized: Mapping[str, str]
 ) -> dict[str, str]:
     """`quantize.layers` that fixes what a search chose.
 
@@ -350,20 +349,19 @@ def fragment(
         formats: by the layer's first output.
         quantized: the same of the model that the search began with.
     """
-    graph = to_ir(model)
-    quantizable = [node for node in graph.graph if node.op_type in OPS]
+    quantizable = [node for node in model.graph if node.op_type in OPS]
     patterns = dict(layers)
     for node in quantizable:
         chosen = formats.get(first_output(node), "")
         # What is quantised has its format by the mode, or by a pattern that pipe.yaml has already.
         if chosen and chosen != quantized.get(first_output(node)):
-            patterns[_pattern(graph, node, quantizable)] = chosen
+            patterns[_pattern(model, node, quantizable)] = chosen
     return patterns
 
 
-def _pattern(graph: ir.Model, node: ir.Node, quantizable: Collection[ir.Node]) -> str:
+def _pattern(model: ir.Model, node: ir.Node, quantizable: Collection[ir.Node]) -> str:
     """The module path of a layer, if that means no other layer; else the name of its value."""
     module = glob.escape(module_of(node))
-    if module and matching(graph, [module], field="quantize.layers", reads=False) & set(quantizable) == {node}:
+    if module and matching(model, [module], field="quantize.layers", reads=False) & set(quantizable) == {node}:
         return module
     return glob.escape(first_output(node))

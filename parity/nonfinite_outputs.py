@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from layerline.backends.base import Feed
 from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.compare.value_pairs import computed_values
 from layerline.graph.io import module_identity, onnx_files
 from layerline.graph.quantization import convert
 from layerline.parity.evaluate import Batch
@@ -109,10 +110,10 @@ def _model_from(stage: str, folders: Mapping[str, Path]) -> Path | None:
 
 def _first_value(path: Path, feed: Feed) -> tuple[str, str]:
     """Name and module of the first value that is NaN or Inf on a feed; empty if none is."""
-    model = onnx_files.load(path)
-    names = _inner_values(model)
+    model = onnx_files.read_model(path)
+    names = computed_values(model.graph)
     try:
-        values = OnnxRuntime().open(convert.runnable(onnx_files.parts(path)), names).run(feed)
+        values = OnnxRuntime().open(convert.runnable(model), names).run(feed)
     except PipeError:  # a value that can't be an output, such as a sequence
         return "", ""
     for name in names:
@@ -120,12 +121,3 @@ def _first_value(path: Path, feed: Feed) -> tuple[str, str]:
         if np.issubdtype(array.dtype, np.inexact) and not np.isfinite(array).all():
             return name, module_identity.modules(model).get(name, "")
     return "", ""
-
-
-def _inner_values(model: Any) -> Sequence[str]:
-    """What the nodes compute, in order. Constants are left out: masks hold Inf on purpose."""
-    names: list[str] = []
-    for node in model.graph.node:
-        if node.op_type != "Constant":
-            names += [name for name in node.output if name]
-    return names

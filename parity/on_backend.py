@@ -37,7 +37,7 @@ def compare(stage: str, name: str, work: Work) -> Report:
     signature = Signature.load(folder)
     backend = _backend(name, signature)
     work.log.say(f"opening {stage}'s model with {name}")
-    stored = onnx_files.parts(path)
+    stored = onnx_files.read_model(path)
     runnable = convert.runnable(stored)
     try:
         session = BackendSession(backend, path)

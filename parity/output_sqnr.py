@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import onnx_ir as ir
 
 from layerline.backends.base import Feed
-from layerline.backends.light import Light
 from layerline.compare.compare_models import compare
 from layerline.export.signature import Signature
 from layerline.graph.analysis.counted_values import counted
@@ -54,12 +54,12 @@ def samples(data: CalibrationData, probes: Sequence[Feed]) -> Sequence[Feed]:
     return evaluated or held_out or fitting or probes
 
 
-def outputs(reference: Light, measured: Light, feeds: Sequence[Feed]) -> dict[str, Output]:
+def outputs(reference: ir.Model, measured: ir.Model, feeds: Sequence[Feed]) -> dict[str, Output]:
     """Each output over all feeds, without outputs that are random, or 0 in the reference.
 
     Where the size of an output depends on numbers, the values that it is chosen from stand for it.
     """
-    by_numbers = counted(reference.model.graph)
+    by_numbers = counted(reference.graph)
     pairs = {name: name for name in by_numbers.sources}
     distances: dict[str, Output] = {}
     for record in compare(reference, measured, feeds, pairs=pairs, sizes_differ=True):
@@ -115,7 +115,9 @@ def warning(distances: Outputs) -> tuple[str, ...]:
     return (f"WARNING: output {name} has {db:.1f} dB: its error is {share:.0f} % of its size",)
 
 
-def by_size(reference: Light, measured: Light, feeds: Sequence[Feed], signature: Signature) -> list[dict[str, Scalar]]:
+def by_size(
+    reference: ir.Model, measured: ir.Model, feeds: Sequence[Feed], signature: Signature
+) -> list[dict[str, Scalar]]:
     """A row for the feed with the smallest and for that with the greatest size of each dynamic dimension."""
     rows: list[dict[str, Scalar]] = []
     for index in _extreme(feeds, signature):

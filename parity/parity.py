@@ -20,6 +20,7 @@ from layerline.export.export_errors import refused
 from layerline.export.probe_files import Probe
 from layerline.export.torch_export import Traced
 from layerline.graph.analysis import rounding_noise
+from layerline.graph.analysis.ir_queries import names as names_of
 from layerline.graph.io import module_identity
 from layerline.parity.value_verdicts import Tally, Within
 from layerline.pipeline.errors import StageError
@@ -58,7 +59,7 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
     try:
         # Inner values are outputs of the session; the sizes of those that are not come from Shape nodes.
         taps = traced.taps()
-        watched, value_of = watching(traced.light, declared(traced.model, taps))
+        watched, value_of = watching(traced.model, declared(traced.model, taps))
         session = OnnxRuntime(few_runs=True).open(watched, taps)
     except StageError as error:
         raise refused(traced.model, error) from error
@@ -69,7 +70,7 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
     kept: list[dict[str, Array]] = []
     sizes: list[tuple[Feed, Shapes]] = []
     outputs: list[Mapping[str, Array] | None] = []
-    names = [output.name for output in traced.model.graph.output]
+    names = names_of(traced.model.graph.outputs)
     for index, probe in enumerate(probes):
         try:
             everything = session.run(probe.feed)
@@ -139,8 +140,8 @@ def _gate(probe: Probe, onnx_values: Mapping[str, Array], feed: int, tally: Tall
 
 
 def _random(traced: Traced, random: Mapping[str, str]) -> list[str]:
-    for node in traced.model.graph.node:
-        for value in node.output:
+    for node in traced.model.graph:
+        for value in names_of(node.outputs):
             if value in random:
                 where = module_identity.modules(traced.model).get(value, value)
                 count = f"{len(random)} values that depend on it are not compared"

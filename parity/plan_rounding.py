@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from layerline.backends.base import Feed
 from layerline.compare.compare_models import compare
 from layerline.compare.value_pairs import computed_values
 from layerline.compare.value_types import infer
-from layerline.graph.analysis.proto_queries import first_output, in_order
+from layerline.graph.analysis.ir_queries import add_initializer, copied, first_output, graph_values
 from layerline.graph.quantization import qdq
 from layerline.graph.quantization.convert import Converted
 from layerline.pipeline.report import OWN
@@ -36,9 +35,10 @@ def own_errors(converted: Converted, feeds: Sequence[Feed]) -> dict[str, float]:
     weights = qdq.stored_weights(model, plan, converted.rounded)
     activations = [value for value in plan.values if value.role == "activation" and len(value.scales) == 1]
     types = infer(model, [value.name for value in activations])
-    rounded = model.copy()
-    steps: list[NodeProto] = []
-    replaced: dict[tuple[str, int], str] = {}
+    rounded = copied(model)
+    graph = rounded.graph
+    exact = {value.name: value for value in graph_values(graph)}
+    replaced: dict[tuple[str, int], ir.Value] = {}
     unknown = set[str]()
     for value in plan.values:
         name = f"{value.name}/by plan/{value.dtype}"
@@ -46,26 +46,24 @@ def own_errors(converted: Converted, feeds: Sequence[Feed]) -> dict[str, float]:
         if value.dtype == "int32":
             continue
         if (value.name, value.dtype) in weights:
-            rounded.weights[name] = ir.Tensor(weights[value.name, value.dtype])
+            by_plan = add_initializer(graph, name, weights[value.name, value.dtype])
         elif value in activations and value.dtype in _ROUNDED and value.name in types:
-            constants = [f"{name}/{key}" for key in ("scale", "least", "greatest")]
             numbers = np.array([value.scales[0], *_limits(value)], types[value.name][0])
-            for constant, number in zip(constants, numbers, strict=True):
-                rounded.model.graph.initializer.append(numpy_helper.from_array(np.asarray(number), constant))
-            steps += _steps(value.name, name, constants, value.dtype, numbers.dtype)
+            constants: list[ir.Value] = []
+            for key, number in zip(("scale", "least", "greatest"), numbers, strict=True):
+                constants.append(add_initializer(graph, f"{name}/{key}", np.asarray(number)))
+            by_plan = _rounded(graph, exact[value.name], name, constants, value.dtype)
         else:
             unknown.update(reader for reader, _ in value.readers)
-        replaced.update(dict.fromkeys(value.readers, name))
-    graph = rounded.model.graph
+            continue
+        replaced.update(dict.fromkeys(value.readers, by_plan))
     # Q/DQ that a model brings may be read by another pair, which the float model does not have.
     layers = {reader for reader, _ in replaced}.intersection(computed_values(graph)) - unknown
-    for node in graph.node:
+    for node in graph:
         layer = first_output(node)
-        if layer in layers:
-            node.input[:] = [replaced.get((layer, place), name) for place, name in enumerate(node.input)]
-    ordered = in_order(graph.node, steps)
-    del graph.node[:]
-    graph.node.extend(ordered)
+        for place in range(len(node.inputs)):
+            if layer in layers and (layer, place) in replaced:
+                node.replace_input_with(place, replaced[layer, place])
     # Layers alone are paired: what lies between them is computed from the reference's values all the same.
     rows = compare(model, rounded, feeds, isolated=True, pairs={name: name for name in layers})
     errors: dict[str, float] = {}
@@ -84,17 +82,24 @@ def _limits(value: Any) -> tuple[float, float]:
     return limits.min - zero_point, limits.max - zero_point
 
 
-def _steps(value: str, name: str, constants: list[str], dtype: str, wide: np.dtype[Any]) -> list[NodeProto]:
-    """Nodes that clip and round an activation, without QuantizeLinear."""
+def _rounded(graph: ir.Graph, value: ir.Value, name: str, constants: Sequence[ir.Value], dtype: str) -> ir.Value:
+    """Adds nodes that clip and round an activation, without QuantizeLinear; returns the rounded value."""
     scale, *limits = constants
-    nodes = [
-        helper.make_node("Div", [value, scale], [f"{name}/quotient"]),
-        helper.make_node("Clip", [f"{name}/quotient", *limits], [f"{name}/clipped"]),
-    ]
+    nodes = [ir.node("Div", [value, scale], name="")]
+    nodes.append(ir.node("Clip", [nodes[-1].outputs[0], *limits], name=""))
     if dtype == _FP8:
-        code = helper.np_dtype_to_tensor_dtype(wide)
-        nodes.append(helper.make_node("Cast", [f"{name}/clipped"], [f"{name}/fp8"], to=TensorProto.FLOAT8E4M3FN))
-        nodes.append(helper.make_node("Cast", [f"{name}/fp8"], [f"{name}/steps"], to=code))
+        nodes.append(ir.node("Cast", nodes[-1].outputs, {"to": int(ir.DataType.FLOAT8E4M3FN)}, name=""))
+        assert scale.dtype is not None
+        nodes.append(ir.node("Cast", nodes[-1].outputs, {"to": int(scale.dtype)}, name=""))
     else:
-        nodes.append(helper.make_node("Round", [f"{name}/clipped"], [f"{name}/steps"]))
-    return [*nodes, helper.make_node("Mul", [f"{name}/steps", scale], [name])]
+        nodes.append(ir.node("Round", nodes[-1].outputs, name=""))
+    nodes.append(ir.node("Mul", [nodes[-1].outputs[0], scale], name=""))
+    for index, node in enumerate(nodes):
+        node.outputs[0].name = f"{name}/{index}"
+    nodes[-1].outputs[0].name = name
+    maker = value.producer()
+    if maker is None:
+        graph.insert_before(graph[0], nodes)
+    else:
+        graph.insert_after(maker, nodes)
+    return nodes[-1].outputs[0]

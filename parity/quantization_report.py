@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from onnx import TensorProto
+import onnx_ir as ir
 
 from layerline.backends.base import Feed
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare.channel_errors import channel_errors
 from layerline.compare.compare_models import compare
@@ -20,6 +19,7 @@ from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.threshold_flips import blamed
 from layerline.export.signature import Signature, signature
 from layerline.graph.analysis.counted_values import counted
+from layerline.graph.analysis.ir_queries import names, stored
 from layerline.graph.analysis.rounding_noise import drawn, unjudged
 from layerline.graph.quantization import qdq
 from layerline.graph.quantization.calibration_data import CalibrationData
@@ -45,7 +45,7 @@ Row = dict[str, Scalar]
 _LAST_STEP = 127.5 / 127  # what is less than half a step beyond the range is rounded into it
 _BY_CHANNEL = 8  # layers, those with the lowest own SQNR
 _CHANNELS = 32  # of a layer
-_FP8 = {TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2}
+_FP8 = {ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2}
 _ROUNDED = 2  # feeds on which activations are rounded by numpy
 
 
@@ -61,7 +61,7 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
     if mode == "none":
         return Report(stage=stage, notes=("mode none: the model is passed on as it is",))
     rows = _quantized_rows(converted, qdq.weight_sqnr(converted.reference, converted.plan, converted.rounded))
-    graph = converted.reference.model.graph
+    graph = converted.reference.graph
     layers = blamed(compare(converted.reference, converted.measured, probes, isolated=True, sizes_differ=True), graph)
     explained = plan_rounding.own_errors(converted, probes)
     records: list[LayerDiff] = []
@@ -77,7 +77,7 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
         reference="float onnx on onnxruntime",
         candidate=f"{mode} onnx on onnxruntime",
         records=tuple(records),
-        metrics=unjudged(graph, drawn(converted.reference.model)) | _counts(converted, mode),
+        metrics=unjudged(graph, drawn(converted.reference)) | _counts(converted, mode),
         gates=tuple(gates),
         notes=converted.notes,
         tables={
@@ -111,7 +111,7 @@ def with_default_session(
             "or drop a Relu; with graph_optimization_level = ORT_ENABLE_BASIC it computes what is reported here"
         )
         return dataclasses.replace(report, notes=(*report.notes, note))
-    outputs = {o.name for o in converted.model.model.graph.output} | {*counted(converted.model.model.graph).sources}
+    outputs = {*names(converted.model.graph.outputs), *counted(converted.model.graph).sources}
     allowed = {r.name: _default_limit(r.rel_l2 or 0.0) for r in report.records if r.name in outputs}
     gates, notes = default_session.check(path, probes, allowed=allowed)
     if gates:
@@ -120,15 +120,11 @@ def with_default_session(
     return dataclasses.replace(report, gates=(*report.gates, *gates), notes=(*report.notes, *notes))
 
 
-def _holds_fp8(model: Light) -> bool:
+def _holds_fp8(model: ir.Model) -> bool:
     """Whether the model holds float8 numbers; a model may bring Q/DQ of its own, which no plan lists."""
-    types = {tensor.data_type for tensor in model.model.graph.initializer}
-    types.update(weight.dtype for weight in model.weights.values())
-    for node in model.model.graph.node:
-        for attribute in node.attribute:
-            types.add(attribute.t.data_type)
-            if attribute.name in ("to", "output_dtype"):
-                types.add(attribute.i)
+    types: set[int] = {tensor.dtype for _, tensor in stored(model.graph)}
+    for node in model.graph:
+        types.update((node.attributes.get_int("to", 0), node.attributes.get_int("output_dtype", 0)))
     return bool(types & _FP8)
 
 
@@ -145,10 +141,10 @@ def _judged_by_float(
     gates: list[Gate], converted: Converted, path: Path, feeds: Iterable[Feed]
 ) -> tuple[list[Gate], list[str]]:
     """A note in place of the gates if the session is about as near to the float model as the graph run as written."""
-    by_numbers = counted(converted.reference.model.graph)
+    by_numbers = counted(converted.reference.graph)
     reference = OnnxRuntime(few_runs=True).open(converted.reference, by_numbers.sources)
     written = OnnxRuntime(few_runs=True).open(converted.measured, by_numbers.sources)
-    left_out = {*drawn(converted.reference.model), *by_numbers.outputs}
+    left_out = {*drawn(converted.reference), *by_numbers.outputs}
     by_default: dict[str, Distance] = {}
     as_written: dict[str, Distance] = {}
     count = 0
@@ -194,7 +190,7 @@ def with_outputs(
     """
     feeds = output_sqnr.samples(data, probes)
     outputs = output_sqnr.outputs(converted.reference, converted.measured, feeds)
-    by_numbers = filter(None, [counted(converted.reference.model.graph).note()])
+    by_numbers = filter(None, [counted(converted.reference.graph).note()])
     warnings = output_sqnr.warning(outputs)
     for text in warnings:
         data.log.say(text)
@@ -373,10 +369,10 @@ def _emulation_gate(converted: Converted, probes: Sequence[Feed]) -> tuple[Gate,
     """Whether the artifact, run as it is, gives the results of its emulation."""
     if converted.measured is converted.model:
         return ()
-    by_numbers = counted(converted.reference.model.graph)
+    by_numbers = counted(converted.reference.graph)
     pairs = {name: name for name in by_numbers.sources}
 
-    def compared(reference: Light, candidate: Light) -> list[LayerDiff]:
+    def compared(reference: ir.Model, candidate: ir.Model) -> list[LayerDiff]:
         records = compare(reference, candidate, probes, pairs=pairs, sizes_differ=True)
         return [record for record in records if record.name not in by_numbers.outputs]
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import onnx_ir as ir
+
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare.arrays import array
 from layerline.compare.region import region, show
 from layerline.compare.value_types import types_of
 from layerline.export.probe_files import Probe
 from layerline.export.torch_export import Traced
+from layerline.graph.analysis.ir_queries import names as names_of
 from layerline.parity.float64_reference import Twin
 from layerline.pipeline.report import LayerDiff
 
@@ -30,16 +32,16 @@ def reproduce(traced: Traced, probes: Sequence[Probe], rows: Sequence[LayerDiff]
         return None
     bad = failed[0]
     # Values that passed, and inputs, are where the region begins.
-    good = {row.name for row in rows if row.passed} | {value.name for value in traced.model.graph.input}
-    session = OnnxRuntime(few_runs=True).open(traced.light, traced.taps())
-    cut = region(traced.light, bad.name, good, types_of(session))
+    good = {row.name for row in rows if row.passed} | set(names_of(traced.model.graph.inputs))
+    session = OnnxRuntime(few_runs=True).open(traced.model, traced.taps())
+    cut = region(traced.model, bad.name, good, types_of(session))
     show(cut, _runs(traced, probes, bad.name, cut), folder, bad)
     return bad
 
 
-def _runs(traced: Traced, probes: Sequence[Probe], value: str, cut: Light) -> list[tuple[Feed, Array]]:
+def _runs(traced: Traced, probes: Sequence[Probe], value: str, cut: ir.Model) -> list[tuple[Feed, Array]]:
     """For each probe that the program can run on, torch's values for the inputs of a region, and for its output."""
-    names = [info.name for info in cut.model.graph.input]
+    names = names_of(cut.graph.inputs)
     value_of_node = {traced.nodes[name]: name for name in (*names, value) if name in traced.nodes}
     # Torch's float32 values for each probe, by ONNX name.
     torch_values: list[dict[str, Array]] = [dict(probe.feed) for probe in probes]

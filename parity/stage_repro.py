@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 
 from layerline.backends.base import Feed
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare.compare_models import compare
 from layerline.compare.region import region, reproduce, show
 from layerline.compare.value_pairs import computed_values
 from layerline.compare.value_types import infer
 from layerline.export import probe_files
+from layerline.graph.analysis.ir_queries import names as names_of
 from layerline.graph.io import onnx_files
 from layerline.graph.io.opset import opset_of, raise_opset
 from layerline.graph.quantization import convert
@@ -44,13 +45,13 @@ def write(stage: str, value: str, folders: Mapping[str, Path], feeds: Sequence[F
     later = [name for name in with_model if stage in stages and stages.index(name) >= stages.index(stage)]
     if not later:
         raise StageError("it left no ONNX model that could show it", where=stage, hint=f"see: pipe diff {stage}")
-    candidate = convert.runnable(onnx_files.parts(folders[later[0]] / onnx_files.FILE))
+    candidate = convert.runnable(onnx_files.read_model(folders[later[0]] / onnx_files.FILE))
     feeds = [*feeds, *probe_files.load(folders[later[0]])]
     before = with_model[: with_model.index(later[0])]
     if not before:
         return _first_nonfinite(stage, candidate, feeds, folder)
-    reference = onnx_files.parts(folders[before[-1]] / onnx_files.FILE)
-    newest = max(opset_of(reference.model), opset_of(candidate.model))
+    reference = onnx_files.read_model(folders[before[-1]] / onnx_files.FILE)
+    newest = max(opset_of(reference), opset_of(candidate))
     with contextlib.suppress(StageError):
         reference, candidate = raise_opset(reference, newest), raise_opset(candidate, newest)
     records = compare(reference, candidate, feeds, isolated=True, sizes_differ=True)
@@ -67,29 +68,29 @@ def write(stage: str, value: str, folders: Mapping[str, Path], feeds: Sequence[F
     return bad
 
 
-def _readers(model: Light, value: str) -> set[str]:
+def _readers(model: ir.Model, value: str) -> set[str]:
     """The value, and what the nodes compute that read it as it is or behind Q/DQ."""
     names, same = {value}, {value}
-    for node in model.model.graph.node:
-        if not same.isdisjoint(node.input):
-            names.update(node.output)
+    for node in model.graph:
+        if not same.isdisjoint(names_of(node.inputs)):
+            names.update(names_of(node.outputs))
             if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-                same.update(node.output)
+                same.update(names_of(node.outputs))
     return names
 
 
-def _first_nonfinite(stage: str, model: Light, feeds: Sequence[Feed], folder: Path) -> LayerDiff:
+def _first_nonfinite(stage: str, model: ir.Model, feeds: Sequence[Feed], folder: Path) -> LayerDiff:
     """Writes the part of a model that makes the first NaN or Inf."""
-    names = computed_values(model.model.graph)
+    names = computed_values(model.graph)
     session = OnnxRuntime(few_runs=True).open(model, names)
     for feed in feeds:
         values = {**feed, **session.run(feed)}
         bad = [name for name in names if values[name].dtype.kind == "f" and not np.isfinite(values[name]).all()]
         if not bad:
             continue
-        ops = {output: node.op_type for node in model.model.graph.node for output in node.output}
+        ops = {output: node.op_type for node in model.graph for output in names_of(node.outputs)}
         row = LayerDiff(name=bad[0], op=ops[bad[0]])
         cut = region(model, bad[0], values.keys() - set(bad), infer(model, list(values)))
-        show(cut, [({info.name: values[info.name] for info in cut.model.graph.input}, None)], folder, row)
+        show(cut, [({name: values[name] for name in names_of(cut.graph.inputs)}, None)], folder, row)
         return row
     raise StageError("the loss shows only in torch, before there is an ONNX model", where=stage, hint="see: pipe why")

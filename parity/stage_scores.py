@@ -168,7 +168,7 @@ def _opened(
             if stage in modules:
                 session = modules[stage]()
             elif path.is_file():
-                model = onnx_files.parts(path)
+                model = onnx_files.read_model(path)
                 reason = convert.not_emulated(model)
                 if reason:
                     notes.append(f"{stage}: {reason}")

@@ -22,6 +22,7 @@ from layerline.compare.topk_indices import pointers, resolved
 from layerline.export import program_queries
 from layerline.export.program_queries import example_size
 from layerline.export.torch_export import Traced
+from layerline.graph.analysis.ir_queries import names
 from layerline.graph.io import module_identity
 from layerline.parity.float64_reference import Rounded, Twin
 from layerline.pipeline.report import LayerDiff, Scalar
@@ -135,8 +136,8 @@ class Tally:
         lines = module_identity.sources(self.traced.model)
         floors = self.floors()
         rows = []
-        for node in self.traced.model.graph.node:
-            for value in node.output:
+        for node in self.traced.model.graph:
+            for value in names(node.outputs):
                 if value not in self._error:
                     continue
                 dtype, shape = types[value]

@@ -20,11 +20,8 @@ import torch
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
-from layerline.backends.light import Light
 from layerline.calib.plan import QuantPlan, QuantValue
-from layerline.graph.analysis.ir_queries import captures, subgraphs
-from layerline.graph.io.ir_convert import from_ir, to_ir
-from layerline.graph.quantization.naming import first_output
+from layerline.graph.analysis.ir_queries import captures, copied, fed, first_output, names, subgraphs
 from layerline.pipeline.errors import StageError, brief, ran_out_of_memory
 from layerline.qat.fake_quant import FakeQuant
 from layerline.qat.operators import TABLE
@@ -95,10 +92,10 @@ class GraphModule(nn.Module):
         StageError: a weight to train is not float32, or the graph has functions.
     """
 
-    def __init__(self, model: Light, plan: QuantPlan | None = None, *, learned: bool = False) -> None:
+    def __init__(self, model: ir.Model, plan: QuantPlan | None = None, *, learned: bool = False) -> None:
         super().__init__()
-        graph = to_ir(model).graph
-        self.inputs = [i.name for i in model.fed]
+        graph = model.graph
+        self.inputs = names(fed(model))
         self.outputs = [o.name or "" for o in graph.outputs]
         self.weights, self.constants, self.masks, self.quantizers = (nn.Module() for _ in range(4))
         self._stored: list[tuple[str, nn.Module, str]] = []
@@ -113,7 +110,7 @@ class GraphModule(nn.Module):
             self._stored.append((name, owner, self._store(name, tensor, owner)))
         for item in plan.values if plan is not None else ():
             self._fake_quantize(item, rank_of(graph, item), learned)
-        self.steps = self._compile(graph, {item.domain: item.version for item in model.model.opset_import})
+        self.steps = self._compile(graph, model.opset_imports)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The outputs, in order, for the inputs in order."""
@@ -193,9 +190,9 @@ class GraphModule(nn.Module):
             scales[name, dtype] = fake.scale(values.get(name, torch.zeros(1))).detach().cpu().numpy().reshape(-1)
         return scales
 
-    def trained(self, model: Light) -> Light:
+    def trained(self, model: ir.Model) -> ir.Model:
         """A copy of the graph with the present weights."""
-        copy = to_ir(model)
+        copy = copied(model)
         values = self._constants()
         nodes = {node.outputs[0].name: node for node in copy.graph if node.op_type == "Constant"}
         for name, owner, _ in self._stored:
@@ -206,7 +203,7 @@ class GraphModule(nn.Module):
                 nodes[name].attributes["value"] = ir.AttrTensor("value", tensor)
             else:
                 copy.graph.initializers[name].const_value = tensor
-        return from_ir(copy)
+        return copy
 
     def _constants(self) -> dict[str, Tensor]:
         """Everything that the graph stores, by name; weights with their zeros."""

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from torch import Tensor
 
 from layerline.backends.base import Feed
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.histogram import shortest
 from layerline.calib.plan import QuantPlan
 from layerline.calib.scales import greatest
 from layerline.graph.analysis.ir_queries import graph_values
-from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.io.opset import raise_opset
 from layerline.graph.quantization import own_qdq, qdq, rounding
 from layerline.graph.quantization.convert import Calibrated
@@ -63,7 +62,7 @@ class Trained:
     metrics: Mapping[str, Scalar]
 
 
-def check(model: Light, probes: Sequence[Feed]) -> GraphModule:
+def check(model: ir.Model, probes: Sequence[Feed]) -> GraphModule:
     """The graph in torch, if torch computes it as onnxruntime does, with gradients; before anything is calibrated.
 
     Raises:
@@ -191,7 +190,7 @@ def lost(start: Verdict, end: Verdict, options: QatOptions) -> str:
     )
 
 
-def worst(graph: GraphModule, model: Light, probes: Sequence[Feed], steps: Mapping[str, float]) -> tuple[str, float]:
+def worst(graph: GraphModule, model: ir.Model, probes: Sequence[Feed], steps: Mapping[str, float]) -> tuple[str, float]:
     """The value in which torch and onnxruntime differ most, and the difference as a multiple of its tolerance.
 
     Each operator in torch gets the inputs that onnxruntime computed. So an element half-way between two steps, which
@@ -276,9 +275,9 @@ def _config(options: QatOptions) -> Config:
     return Config.model_validate(sections)
 
 
-def _with_scales(plan: QuantPlan, model: Light, scales: Mapping[tuple[str, str], np.ndarray[Any, Any]]) -> QuantPlan:
+def _with_scales(plan: QuantPlan, model: ir.Model, scales: Mapping[tuple[str, str], np.ndarray[Any, Any]]) -> QuantPlan:
     """The same plan with trained scales."""
-    stored = {value.name: value for value in graph_values(to_ir(model).graph)}
+    stored = {value.name: value for value in graph_values(model.graph)}
     values = []
     for item in plan.values:
         numbers = tuple(shortest(scale) for scale in scales[item.name, item.dtype])

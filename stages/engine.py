@@ -17,7 +17,7 @@ from layerline.pipeline.report import Gate, Report, Scalar
 from layerline.pipeline.stage import Stage, Work
 
 if TYPE_CHECKING:
-    import onnx
+    import onnx_ir as ir
 
     from layerline.backends.tensorrt.builder import Built, TensorRT
     from layerline.backends.tensorrt.profiles import Profile, ShapeRange, Sizes
@@ -115,7 +115,7 @@ class Engine(Stage):
 
         folder = work.inputs["model"]
         path = folder / onnx_files.FILE
-        model, signature = onnx_files.load(path), Signature.load(folder)
+        model, signature = onnx_files.read_model(path), Signature.load(folder)
         _check_signature(model, signature)
         profiles = self._resolved(signature)
         narrowed = checks.examine(model, self.targets)
@@ -201,10 +201,11 @@ class Engine(Stage):
         return backend, why
 
 
-def _check_signature(model: onnx.ModelProto, signature: Signature) -> None:
+def _check_signature(model: ir.Model, signature: Signature) -> None:
     """Checks that the signature, from which profiles are made, has the same inputs as the file."""
-    stored = {t.name for t in model.graph.initializer}
-    declared = {i.name: i.type.tensor_type.shape.dim for i in model.graph.input if i.name not in stored}
+    from layerline.graph.analysis.ir_queries import fed
+
+    declared = {value.name or "": value.shape or () for value in fed(model)}
     signed = {v.name: v.shape for v in signature.inputs}
     if set(declared) != set(signed):
         raise StageError(
@@ -212,7 +213,7 @@ def _check_signature(model: onnx.ModelProto, signature: Signature) -> None:
             where="signature.json",
         )
     for name, dims in declared.items():
-        sizes = [dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else "?" for dim in dims]
+        sizes = [dim if isinstance(dim, int) and dim >= 0 else "?" for dim in dims]
         if sizes != [size if isinstance(size, int) else "?" for size in signed[name]]:
             shapes = [", ".join(map(str, shape)) for shape in (sizes, signed[name])]
             raise StageError(
@@ -220,7 +221,7 @@ def _check_signature(model: onnx.ModelProto, signature: Signature) -> None:
             )
 
 
-def _build(backend: TensorRT, path: Path, model: onnx.ModelProto, modules: Mapping[str, str]) -> Built:
+def _build(backend: TensorRT, path: Path, model: ir.Model, modules: Mapping[str, str]) -> Built:
     from layerline.backends.tensorrt import checks
 
     try:

@@ -70,14 +70,14 @@ class Export(Stage):
         from layerline.parity.export_report import report
 
         prober, probes, gates, result = self._compare(work)
-        light = prober.traced.light
+        model = prober.traced.model
         # The exporter may declare sizes of outputs and inner values that do not hold at every size.
-        settle(light.model, prober.axes, [(probe.feed, probe.outputs) for probe in probes])
-        declared_shapes.correct(light.model, result.shapes)
-        onnx_files.save(light, work.out)
+        settle(model, prober.axes, [(probe.feed, probe.outputs) for probe in probes])
+        declared_shapes.correct(model, result.shapes)
+        onnx_files.save(model, work.out)
         probe_files.save(work.out, [probe.feed for probe in probes])
         noise_floor.save(work.out, result.floors)
-        signature(light, prober.dims, prober.integers).save(work.out)
+        signature(model, prober.dims, prober.integers).save(work.out)
         # A default session, as users open it, on the probes that it runs on unoptimised; the others fail a gate.
         ran = [(p.feed, outputs) for p, outputs in zip(probes, result.outputs, strict=True) if outputs is not None]
         expected = [outputs for _, outputs in ran]
@@ -133,7 +133,7 @@ class Export(Stage):
         traced = trace(call, axes, self.opset, root)
         prober = Prober(call=call, axes=axes, traced=traced, integers=integers)
         probes = prober.probes(_samples(work, call, self.probes), self.probes)
-        nodes, values = len(traced.model.graph.node), len(traced.nodes)
+        nodes, values = len(traced.model.graph), len(traced.nodes)
         work.log.say(f"{nodes} nodes; comparing {values} values on {len(probes)} feeds")
         rule = None
         if self.tolerance != "auto":

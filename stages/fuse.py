@@ -17,10 +17,9 @@ from layerline.pipeline.report import Gate, LayerDiff, Report, Scalar
 from layerline.pipeline.stage import Stage, Work
 
 if TYPE_CHECKING:
-    import onnx
+    import onnx_ir as ir
 
     from layerline.backends.base import Feed
-    from layerline.backends.light import Light
     from layerline.graph.fusion.firing import Firing
     from layerline.graph.fusion.fuse import Fused, Rewritten
     from layerline.graph.fusion.rule import Rule
@@ -44,7 +43,7 @@ def _rule_name(name: str) -> str:
 class _Case:
     """The input: the unfused model, real feeds, and the noise floor of each value."""
 
-    unfused: Light
+    unfused: ir.Model
     feeds: Sequence[Feed]
     floors: Mapping[str, float]
     notes: Sequence[str]
@@ -68,20 +67,21 @@ class Fuse(Stage):
     """Probe feeds that each firing is proved on: the first, then those of other sizes; the whole graph sees all."""
 
     def run(self, work: Work) -> Report:
+        from layerline.graph.analysis.ir_queries import names
         from layerline.graph.fusion import rewrite_log
         from layerline.graph.io import onnx_files
         from layerline.parity import default_session
 
         case, fused = self._fuse(work)
         rows = _compare(case, fused)
-        onnx_files.save(fused.light, work.out)
+        onnx_files.save(fused.model, work.out)
         rewrite_log.save(work.out, fused)
         # The fused model has the same inputs, and its values the same floors.
         for name in COPIED:
             if (work.inputs["model"] / name).is_file():
                 shutil.copyfile(work.inputs["model"] / name, work.out / name)
-        work.log.say(f"{_nodes(fused.light)} nodes out; {len(fused.proofs)} rewrites proved")
-        outputs = [output.name for output in fused.light.model.graph.output]
+        work.log.say(f"{_nodes(fused.model)} nodes out; {len(fused.proofs)} rewrites proved")
+        outputs = names(fused.model.graph.outputs)
         allowed = default_session.limits(case.floors, outputs)
         gates, session_notes = default_session.check(work.out / onnx_files.FILE, case.feeds, allowed=allowed)
         notes = [*case.notes, *fused.notes, *session_notes]
@@ -120,7 +120,7 @@ class Fuse(Stage):
         for name, count in (("before", limit), ("after", limit + 1)):
             (folder / name).mkdir(parents=True, exist_ok=True)
             rewritten = rewrite(case.unfused, self._rules(), limit=count, **self._options(fused))
-            onnx_files.save(rewritten.light, folder / name)
+            onnx_files.save(rewritten.model, folder / name)
         place = {"rule": firing.site.rule, "place": firing.site.value}
         return dataclasses.replace(failing, extra={**failing.extra, **place})
 
@@ -132,7 +132,7 @@ class Fuse(Stage):
 
         rules = self._rules()
         folder = work.inputs["model"]
-        model = onnx_files.parts(folder / onnx_files.FILE)
+        model = onnx_files.read_model(folder / onnx_files.FILE)
         feeds = probe_files.load(folder)
         work.log.say(f"{_nodes(model)} nodes in; {len(rules)} rules are on")
         notes: list[str] = []
@@ -148,7 +148,7 @@ class Fuse(Stage):
         from layerline.graph.fusion.fuse import guilty
 
         def good(some: Rewritten) -> bool:
-            candidate = dataclasses.replace(fused, light=some.light, firings=some.firings)
+            candidate = dataclasses.replace(fused, model=some.model, firings=some.firings)
             return all(row.passed for row in _compare(case, candidate))
 
         return guilty(case.unfused, good, self._rules(), **self._options(fused))
@@ -182,21 +182,22 @@ def _compare(case: _Case, fused: Fused) -> tuple[LayerDiff, ...]:
     random operator are shown and not judged.
     """
     from layerline.compare.compare_models import compare
+    from layerline.graph.analysis.ir_queries import first_output, names
     from layerline.graph.analysis.rounding_noise import drawn
     from layerline.graph.fusion.verify_rewrites import reference, tolerance
 
     unfused = reference(case.unfused, fused.proofs)
-    graph = unfused.model.graph
-    random = drawn(unfused.model)
+    graph = unfused.graph
+    random = drawn(unfused)
     # Of QuantizeLinear, rounding may move an element that lies half-way between two steps to the other.
-    quantized = {node.output[0] for node in graph.node if node.op_type == "QuantizeLinear"}
-    still_quantized = {node.output[0] for node in fused.light.model.graph.node if node.op_type == "QuantizeLinear"}
+    quantized = {first_output(node) for node in graph if node.op_type == "QuantizeLinear"}
+    still_quantized = {first_output(node) for node in fused.model.graph if node.op_type == "QuantizeLinear"}
     # An output that no other node of the program names has no floor of its own.
     highest = max(case.floors.values(), default=0.0)
-    floors = dict.fromkeys([output.name for output in graph.output], highest) | dict(case.floors)
+    floors = dict.fromkeys(names(graph.outputs), highest) | dict(case.floors)
     return compare(
         unfused,
-        fused.light,
+        fused.model,
         case.feeds,
         pairs=_pairs(graph, fused),
         tolerances={value: tolerance(value, fused.types, floors) for value in floors if value not in random},
@@ -204,11 +205,11 @@ def _compare(case: _Case, fused: Fused) -> tuple[LayerDiff, ...]:
     )
 
 
-def _pairs(graph: onnx.GraphProto, fused: Fused) -> dict[str, str]:
+def _pairs(graph: ir.Graph, fused: Fused) -> dict[str, str]:
     """Value of the unfused model to the value of the fused one that holds the same numbers."""
     from layerline.compare.value_pairs import computed_values
 
-    fused_values = set(computed_values(fused.light.model.graph))
+    fused_values = set(computed_values(fused.model.graph))
     # A rewrite may put its result under another name; several in a row are followed.
     moved: dict[str, str] = {}
     for firing in fused.firings:
@@ -225,12 +226,12 @@ def _pairs(graph: onnx.GraphProto, fused: Fused) -> dict[str, str]:
 
 
 def _report(
-    model: Light, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequence[str], gates: Sequence[Gate]
+    model: ir.Model, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequence[str], gates: Sequence[Gate]
 ) -> Report:
     from layerline.graph.analysis.rounding_noise import drawn, random_note, unjudged
     from layerline.graph.fusion import rewrite_log
 
-    random = drawn(model.model)
+    random = drawn(model)
     return Report(
         stage=Fuse.name,
         reference="unfused onnx on onnxruntime",
@@ -238,11 +239,11 @@ def _report(
         records=rows,
         gates=tuple(gates),
         metrics={
-            **unjudged(model.model.graph, random),
+            **unjudged(model.graph, random),
             "nodes_before": _nodes(model),
-            "nodes_after": _nodes(fused.light),
+            "nodes_after": _nodes(fused.model),
             "initializer_bytes_before": _bytes(model),
-            "initializer_bytes_after": _bytes(fused.light),
+            "initializer_bytes_after": _bytes(fused.model),
             "rewrites": len(fused.proofs),
             "undone": len(fused.undone),
         },
@@ -281,13 +282,16 @@ def _cut(title: str, rows: list[dict[str, Scalar]]) -> dict[str, list[dict[str, 
     return {f"{title}, the first {TABLE_ROWS} of {len(rows)} (all: rewrites.json)": rows[:TABLE_ROWS]}
 
 
-def _nodes(light: Light) -> int:
-    from layerline.graph.io import onnx_files
+def _nodes(model: ir.Model) -> int:
+    from layerline.graph.analysis.ir_queries import model_nodes
 
-    return len(onnx_files.nodes(light.model))
+    return len(list(model_nodes(model)))
 
 
-def _bytes(light: Light) -> int:
-    from layerline.graph.io import onnx_files
+def _bytes(model: ir.Model) -> int:
+    from layerline.graph.analysis.ir_queries import stored
 
-    return light.nbytes + sum(len(tensor.raw_data) or tensor.ByteSize() for tensor in onnx_files.tensors(light.model))
+    total = 0
+    for graph in model.graphs():
+        total += sum(tensor.nbytes for _, tensor in stored(graph))
+    return total

@@ -17,8 +17,9 @@ from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Stage, Work
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from layerline.backends.base import Array
-    from layerline.backends.light import Light
     from layerline.backends.subprocess_build import Limits, Log, Relay
     from layerline.export.signature import Signature
     from layerline.onnx_import.feeds import Fed
@@ -100,6 +101,7 @@ class ImportOnnx(Stage):
         """What belongs to a model, and how samples are cut into feeds for it."""
         from layerline.export.signature import signature
         from layerline.graph.io import onnx_files
+        from layerline.graph.io.ir_convert import as_ir
         from layerline.graph.io.wellformed import refuse_broken
         from layerline.onnx_import import feed_sources, symbolic_dims
         from layerline.pipeline.inputs import npz
@@ -107,8 +109,9 @@ class ImportOnnx(Stage):
         light = onnx_files.read(path)
         arrays = npz.read(data) if data else {}
         refuse_broken(light)
-        places = symbolic_dims.name(light, {name: array.ndim for name, array in arrays.items()})
-        inputs = signature(light).inputs
+        model = as_ir(light)
+        places = symbolic_dims.name(model, {name: array.ndim for name, array in arrays.items()})
+        inputs = signature(model).inputs
         whole: tuple[str, ...] = ()
         numbers: dict[str, float] = {}
         if data:
@@ -180,19 +183,19 @@ class ImportOnnx(Stage):
         arrays = self._arrays(sources)
         adopted = self._adopt(root, sources, arrays)
         adopted, declared, constants = self._settle(adopted, limits)
-        light = adopted.light
+        model = adopted.model
         feeder, fed = self._feed(log, adopted, declared, arrays, constants)
-        symbolic_dims.write(light.model, feeder.same, feeder.fixed)
+        symbolic_dims.write(model, feeder.same, feeder.fixed)
         feeds = [*fed.feeds, *feeder.edges]
         runs = [(feed, feeder.run(feed)) for feed in feeds]
-        symbolic_dims.settle(light.model, symbolic_dims.places(light), runs)
-        log.say(f"{len(light.model.graph.node)} nodes; comparing every value on {len(feeds)} feeds")
+        symbolic_dims.settle(model, symbolic_dims.places(model), runs)
+        log.say(f"{len(model.graph)} nodes; comparing every value on {len(feeds)} feeds")
         rows, notes = import_report.unchanged(
             adopted, [feeder.whole(feed) for feed in feeds], feeder.elements, self.tolerance
         )
-        objections = import_report.save_checked(light, out)
+        objections = import_report.save_checked(model, out)
         probe_files.save(out, fed.feeds)
-        signature(light, feeder.dims, fed.ranges).save(out)
+        signature(model, feeder.dims, fed.ranges).save(out)
         return Report(
             stage=self.name,
             reference=f"{self.file} on onnxruntime",
@@ -207,12 +210,13 @@ class ImportOnnx(Stage):
                 *objections,
             ),
             metrics={**import_report.metrics(adopted, rows, len(feeds)), **bounds(feeder.dims, feeder.fixed)},
-            tables=import_report.tables(light, feeder, fed),
+            tables=import_report.tables(model, feeder, fed),
         )
 
     def _adopt(self, root: Path, sources: Path, arrays: Mapping[str, Array]) -> Adopted:
         """Reads the model from `sources` and names everything in it; as in the file, and as later stages use it."""
         from layerline.graph.io import module_identity, onnx_files
+        from layerline.graph.io.ir_convert import as_ir
         from layerline.graph.io.wellformed import refuse_broken
         from layerline.onnx_import import normalize_import, symbolic_dims
 
@@ -229,24 +233,25 @@ class ImportOnnx(Stage):
                 )
         light = onnx_files.parts(path)
         refuse_broken(light)
-        symbolic_dims.name(light, {name: array.ndim for name, array in arrays.items()})
-        module_identity.stamp(light.model, root)
-        module_identity.distrust(light.model)
-        return normalize_import.adopt(light, self.opset)
+        model = as_ir(light)
+        symbolic_dims.name(model, {name: array.ndim for name, array in arrays.items()})
+        module_identity.stamp(model, root)
+        module_identity.distrust(model)
+        return normalize_import.adopt(model, self.opset)
 
     def _settle(self, adopted: Adopted, limits: Limits) -> tuple[Adopted, dict[str, Dimension], dict[str, Array]]:
         """Applies `dims` and `values`, and takes the branches that they decide; bounds of dimensions, and constants."""
         from layerline.onnx_import import allocation_sizes, normalize_import, symbolic_dims
 
-        declared = self._declare(adopted.light, symbolic_dims.places(adopted.light))
-        constants = normalize_import.freeze(adopted.light, self.values)
+        declared = self._declare(adopted.model, symbolic_dims.places(adopted.model))
+        constants = normalize_import.freeze(adopted.model, self.values)
         decided = self.values or any(dim.size for dim in self.dims.values())
         # Before anything of the file is computed, and again once branches are decided.
         for take in (False, True) if decided else (False,):
             if take:
                 adopted = normalize_import.take_branches(adopted)
-            allocation_sizes.refuse_endless(adopted.light)
-            allocation_sizes.refuse_large(adopted.light, limits.memory, limits.hint)
+            allocation_sizes.refuse_endless(adopted.model)
+            allocation_sizes.refuse_large(adopted.model, limits.memory, limits.hint)
         return adopted, declared, constants
 
     def _arrays(self, sources: Path) -> Mapping[str, Any]:
@@ -256,7 +261,7 @@ class ImportOnnx(Stage):
             return {}
         return npz.read(sources / self.data)
 
-    def _declare(self, light: Light, places: Places) -> dict[str, Dimension]:
+    def _declare(self, model: ir.Model, places: Places) -> dict[str, Dimension]:
         """Applies `dims` to the model, in place; the bounds that are left, by final name."""
         from layerline.onnx_import import symbolic_dims
 
@@ -267,7 +272,7 @@ class ImportOnnx(Stage):
                 raise ConfigError(f"there is no dimension {name!r}", where=f"dims.{name}", hint=hint)
         new_names = {name: dim.name for name, dim in self.dims.items() if dim.name}
         sizes = {name: dim.size for name, dim in self.dims.items() if dim.size}
-        symbolic_dims.write(light.model, new_names, sizes)
+        symbolic_dims.write(model, new_names, sizes)
         declared: dict[str, Dimension] = {}
         for name, dim in self.dims.items():
             bounds = Dimension(min=dim.min, max=dim.max, multiple=dim.multiple)
@@ -289,10 +294,10 @@ class ImportOnnx(Stage):
         from layerline.onnx_import import feeds as foreign
         from layerline.onnx_import.size_search import Feeder
 
-        for loop in allocation_sizes.described_loops(adopted.light.model):
+        for loop in allocation_sizes.described_loops(adopted.model):
             log.suspect(loop)
-        refuse_training(adopted.light)
-        inputs = signature(adopted.light).inputs
+        refuse_training(adopted.model)
+        inputs = signature(adopted.model).inputs
         if not inputs:
             raise StageError("the model takes no inputs, so there is nothing to speed up", where=self.file)
         feeder = Feeder(model=adopted.original, inputs=inputs, declared=declared, constants=constants)
@@ -325,25 +330,25 @@ def _looked(stage: ImportOnnx, root: Path, limits: Limits, _log: Relay) -> _Look
     """Reads the model and opens it on onnxruntime, in a process of its own; runs nothing of it."""
     from layerline.backends.onnxruntime import OnnxRuntime
     from layerline.export.signature import signature
-    from layerline.graph.io import module_identity, onnx_files
+    from layerline.graph.analysis.ir_queries import model_nodes
+    from layerline.graph.io import module_identity
     from layerline.onnx_import import feeds as foreign
 
     adopted = stage._adopt(root, root, stage._arrays(root))
-    nodes = len(adopted.light.model.graph.node)
+    nodes = len(adopted.model.graph)
     try:
         adopted, declared, _ = stage._settle(adopted, limits)
         ranges = {name: (values.low, values.high) for name, values in stage.ranges.items()}
-        foreign.ranges(adopted.original, signature(adopted.light).inputs, ranges)
-        OnnxRuntime().open(adopted.light)  # raises on what it can't run
+        foreign.ranges(adopted.original, signature(adopted.model).inputs, ranges)
+        OnnxRuntime().open(adopted.model)  # raises on what it can't run
     except PipeError as error:
         return _Looked(nodes, error=error)
     dims: dict[str, Dim] = {}
     for name, dim in declared.items():
         if dim.max:
             dims[name] = Dim(min=dim.min or 1, max=dim.max, multiple=dim.step)
-    model = adopted.light.model
-    ops = frozenset(node.op_type for node in onnx_files.nodes(model))
-    return _Looked(nodes, signature(adopted.light, dims), ops, frozenset(module_identity.all_names(model)))
+    ops = frozenset(node.op_type for node in model_nodes(adopted.model))
+    return _Looked(nodes, signature(adopted.model, dims), ops, frozenset(module_identity.all_names(adopted.model)))
 
 
 def _tried(stage: ImportOnnx, root: Path, limits: Limits, feed: Mapping[str, Array], _log: Relay) -> list[Array]:
@@ -351,6 +356,6 @@ def _tried(stage: ImportOnnx, root: Path, limits: Limits, feed: Mapping[str, Arr
     from layerline.backends.onnxruntime import OnnxRuntime
 
     adopted, _, _ = stage._settle(stage._adopt(root, root, stage._arrays(root)), limits)
-    session = OnnxRuntime().open(adopted.light)
+    session = OnnxRuntime().open(adopted.model)
     outputs = session.run(feed)
     return [outputs[name] for name in session.outputs]

@@ -114,7 +114,7 @@ class Quantize(QuantizeFields):
         from layerline.parity.conversion import Conversion
 
         folder = work.inputs["model"]
-        model = onnx_files.parts(folder / onnx_files.FILE)
+        model = onnx_files.read_model(folder / onnx_files.FILE)
         probes = probe_files.load(folder)
         signature = Signature.load(folder)
         # Of fp8 no range is chosen, so that there is nothing to judge.

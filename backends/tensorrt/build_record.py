@@ -12,12 +12,12 @@ from layerline.backends.tensorrt.builder import Built
 from layerline.backends.tensorrt.network import COMPUTE, Layer, compute_precisions
 from layerline.backends.tensorrt.profiles import Profile
 from layerline.backends.tensorrt.trt_errors import first_few
-from layerline.graph.analysis.proto_queries import first_output, metadata
-from layerline.graph.io import onnx_files
+from layerline.graph.analysis.ir_queries import first_output, graph_values, model_nodes
+from layerline.graph.analysis.ir_queries import names as names_of
 from layerline.pipeline.report import LayerDiff
 
 if TYPE_CHECKING:
-    import onnx
+    import onnx_ir as ir
 
 FLOAT = ("float32", "float16", "bfloat16")
 
@@ -29,24 +29,23 @@ class OnnxNames:
     Unnamed nodes have the name that TensorRT's parser gives them. In shapes, "?" stands for a size without a name.
     """
 
-    values: Mapping[str, onnx.NodeProto]
+    values: Mapping[str, ir.Node]
     modules: Mapping[str, str]
     shapes: Mapping[str, Sequence[int | str]]
 
 
-def names(model: onnx.ModelProto) -> OnnxNames:
+def names(model: ir.Model) -> OnnxNames:
     """Reads the names that a model carries, including those inside If, Loop and Scan."""
-    values: dict[str, onnx.NodeProto] = {}
+    values: dict[str, ir.Node] = {}
     modules: dict[str, str] = {}
-    for node in onnx_files.nodes(model):
-        values.update((output, node) for output in node.output if output)
+    for node in model_nodes(model):
+        values.update(dict.fromkeys(names_of(node.outputs), node))
         # TensorRT's parser names unnamed nodes after their first output.
-        modules[node.name or f"node_of_{first_output(node)}"] = metadata(node, MODULE)
+        modules[node.name or f"node_of_{first_output(node)}"] = node.metadata_props.get(MODULE, "")
     shapes: dict[str, list[int | str]] = {}
-    for info in (*model.graph.value_info, *model.graph.input, *model.graph.output):
-        if info.type.tensor_type.HasField("shape"):
-            # A size that is not there reads as 0.
-            shapes[info.name] = [d.dim_param or d.dim_value or "?" for d in info.type.tensor_type.shape.dim]
+    for value in graph_values(model.graph):
+        if value.shape is not None and value.name:
+            shapes[value.name] = [size if isinstance(size, int) else size.value or "?" for size in value.shape]
     return OnnxNames(values, modules, shapes)
 
 
@@ -96,7 +95,7 @@ def diffs(layers: Sequence[Layer], onnx_names: OnnxNames) -> tuple[LayerDiff, ..
             record = LayerDiff(
                 name=tensor.name,
                 op=node.op_type,
-                module=metadata(node, MODULE),
+                module=node.metadata_props.get(MODULE, ""),
                 shape=_shape(tensor.shape, onnx_names.shapes.get(tensor.name, ())),
                 dtype=tensor.dtype,
                 extra={"network_layer": layer.name, "type": layer.type, "precision": layer.precision},

@@ -9,14 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import onnx
 import onnx_ir as ir
 
+from layerline.backends.light import Model
 from layerline.backends.tensorrt.node_checks import NODE_CHECKS, cast_away, edge, is_foldable
 from layerline.graph.analysis import ir_queries
-from layerline.graph.analysis.refusals import NodeSite, Refusal, inferred, is_traced, name, sites, training_mode
-from layerline.graph.analysis.shape_inference import Symbols
+from layerline.graph.analysis.refusals import NodeSite, Refusal, is_traced, name, sites, training_mode
+from layerline.graph.analysis.shape_inference import Symbols, infer_types
 from layerline.graph.analysis.symbolic_sizes import sizes
+from layerline.graph.io.canonicalize import prepare
 from layerline.graph.quantization.targets import lacking
 from layerline.pipeline.errors import StageError
 
@@ -25,7 +26,7 @@ _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 _NAMELESS = re.compile(r"#|\b(unk|num)__\d+\b")
 
 
-def examine(model: onnx.ModelProto, targets: Sequence[str] = ()) -> tuple[str, ...]:
+def examine(model: Model, targets: Sequence[str] = ()) -> tuple[str, ...]:
     """Refuses, by a StageError about the first reason, a model that TensorRT can't build for compute capabilities.
 
     Returns the names of the float64 values: the engine takes, computes and returns them in float32.
@@ -44,7 +45,14 @@ def examine(model: onnx.ModelProto, targets: Sequence[str] = ()) -> tuple[str, .
     return tuple(v.name for v in values if v.name and v.dtype == ir.DataType.DOUBLE and not cast_away(v))
 
 
-def suspects(model: onnx.ModelProto) -> tuple[str, ...]:
+def inferred(model: Model) -> ir.Graph:
+    """The main graph with functions inlined and types inferred."""
+    prepared, _ = prepare(model)
+    infer_types(prepared)
+    return prepared.graph
+
+
+def suspects(model: Model) -> tuple[str, ...]:
     """Constructs that builders are known to fail on without naming them; a hint for such a failure."""
     labels: list[str] = []
     for site in sites(inferred(model)):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from layerline.backends.tensorrt.network import Layer
-from layerline.graph.analysis.proto_queries import first_output
+from layerline.graph.analysis.ir_queries import first_output, model_nodes
 from layerline.graph.io import onnx_files
 from layerline.pipeline.errors import StageError
 
@@ -85,17 +85,14 @@ def _suspects(function: str, text: str, path: Path) -> tuple[str, list[str]]:
 
     Nodes with an attribute that the message mentions ("Unsupported reduction type") come alone, if there are any.
     """
-    import onnx
-
     if not function.startswith("import"):
         return "", []
     op = function.removeprefix("import")
-    model = onnx.load(str(path), load_external_data=False)
-    nodes = [node for node in onnx_files.nodes(model) if node.op_type == op]
+    nodes = [node for node in model_nodes(onnx_files.read_model(path)) if node.op_type == op]
     if not nodes:
         return "", []
     words = set(re.findall(r"\w+", text.lower()))
-    with_attribute = [node for node in nodes if not words.isdisjoint(a.name.lower() for a in node.attribute)]
+    with_attribute = [node for node in nodes if not words.isdisjoint(name.lower() for name in node.attributes)]
     return op, [node.name or first_output(node) for node in with_attribute or nodes]
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-import onnx
+import onnx_ir as ir
 
-from layerline.graph.analysis.proto_queries import node_label
+from layerline.graph.analysis.ir_queries import name_of, names, node_label
 
 # Operators whose output has a size by the numbers in these inputs.
 _SIZE_INPUTS: Mapping[str, tuple[int, ...]] = {
@@ -60,47 +60,47 @@ class Counted:
         return f"{counting} decides the size of {', '.join(self.outputs)}, so they are {judged}"
 
 
-def counted(graph: onnx.GraphProto) -> Counted:
+def counted(graph: ir.Graph) -> Counted:
     """Finds them in the main graph."""
     # Sizes and constants are the same in both models; what is computed from them alone counts nothing.
-    fixed = {tensor.name for tensor in graph.initializer} | {""}
+    fixed = set(graph.initializers)
     values: dict[str, str] = {}
-    producers: dict[str, onnx.NodeProto] = {}
-    for node in graph.node:
-        producers.update(dict.fromkeys(node.output, node))
+    producers: dict[str, ir.Node] = {}
+    for node in graph:
+        producers.update(dict.fromkeys(names(node.outputs), node))
         origin = _origin(node, values, fixed)
         if origin:
-            values.update(dict.fromkeys(filter(None, node.output), origin))
-        elif node.op_type in ("Constant", "Shape", "Size") or fixed.issuperset(node.input):
-            fixed.update(node.output)
-    outputs = tuple(output.name for output in graph.output if output.name in values)
-    fed = {item.name for item in graph.input}
-    sources = dict.fromkeys(_sources(outputs, values, producers, fixed | fed))
+            values.update(dict.fromkeys(names(node.outputs), origin))
+        elif node.op_type in ("Constant", "Shape", "Size") or fixed.issuperset(names(node.inputs)):
+            fixed.update(names(node.outputs))
+    outputs = tuple(name for name in names(graph.outputs) if name in values)
+    sources = dict.fromkeys(_sources(outputs, values, producers, fixed.union(names(graph.inputs))))
     return Counted(values, outputs, tuple(sources))
 
 
-def _origin(node: onnx.NodeProto, values: Mapping[str, str], fixed: Collection[str]) -> str:
+def _origin(node: ir.Node, values: Mapping[str, str], fixed: set[str]) -> str:
     """The label of the node that decides the size of this node's outputs; empty where the inputs' sizes do."""
-    deciding = list(node.input)
+    deciding = names(node.inputs)
     if node.op_type in _SIZE_OF_FIRST:
-        deciding = deciding[:1]
+        deciding = names(node.inputs[:1])
     for name in deciding:
         if name in values:
             return values[name]
     for index in _SIZE_INPUTS.get(node.op_type, ()):
-        if index < len(node.input) and node.input[index] not in fixed:
+        read = node.inputs[index : index + 1]
+        if not fixed.issuperset(names(read)):
             return node_label(node)
     return ""
 
 
 def _sources(
-    wanted: Collection[str], values: Mapping[str, str], producers: Mapping[str, onnx.NodeProto], fixed: Collection[str]
+    wanted: Collection[str], values: Mapping[str, str], producers: Mapping[str, ir.Node], fixed: Collection[str]
 ) -> Iterator[str]:
     """The values outside of `values` that the wanted ones are computed from."""
     waiting = list(wanted)
     visited = set(waiting)
     while waiting:
-        for name in producers[waiting.pop(0)].input:
+        for name in names(producers[waiting.pop(0)].inputs):
             if name in visited or name in fixed:
                 continue
             visited.add(name)
@@ -110,7 +110,7 @@ def _sources(
                 yield name
 
 
-def _is_decision(name: str, producers: Mapping[str, onnx.NodeProto]) -> bool:
+def _is_decision(name: str, producers: Mapping[str, ir.Node]) -> bool:
     """Whether a value holds truths or whole numbers that a threshold made: what is before it says more."""
     while name in producers:
         node = producers[name]
@@ -118,5 +118,5 @@ def _is_decision(name: str, producers: Mapping[str, onnx.NodeProto]) -> bool:
             return True
         if node.op_type not in _MOVES:
             return False
-        name = node.input[0]
+        name = name_of(node.inputs[0]) or ""
     return False

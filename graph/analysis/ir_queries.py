@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -77,6 +77,81 @@ def graph_values(graph: ir.Graph) -> Iterator[ir.Value]:
     yield from graph.initializers.values()
     for node in graph:
         yield from node.outputs
+
+
+def names(values: Iterable[ir.Value | None]) -> list[str]:
+    """Names of values, without those that are left out or have none."""
+    return [value.name for value in values if value is not None and value.name]
+
+
+def copied(model: ir.Model) -> ir.Model:
+    """A copy to change; tensors are shared.
+
+    Its values have types of their own: onnx_ir's clones share them, and setting a value's dtype changes the type.
+    """
+    out = model.clone()
+    for graph in out.graphs():
+        for value in graph_values(graph):
+            if isinstance(value.type, ir.TensorType):
+                value.type = ir.TensorType(value.type.dtype, denotation=value.type.denotation)
+    return out
+
+
+def first_output(node: ir.Node) -> str:
+    """The identity of a node: the name of its first output that has one."""
+    return next(iter(names(node.outputs)), "")
+
+
+def node_label(node: ir.Node) -> str:
+    """What a message calls a node: its name, or else its operator and first output."""
+    return node.name or f"{node.op_type} of {first_output(node) or 'nothing'}"
+
+
+def fed(model: ir.Model) -> list[ir.Value]:
+    """The inputs that have to be fed. Files before ONNX IR 4 list their initializers as inputs, too."""
+    return [value for value in model.graph.inputs if not value.is_initializer()]
+
+
+def reads(node: ir.Node) -> list[ir.Value]:
+    """Values that a node reads, those that its bodies take from outside among them."""
+    return [value for value in node.inputs if value is not None] + captures(node)
+
+
+def stored(graph: ir.Graph) -> Iterator[tuple[str, ir.TensorProtocol]]:
+    """Name and tensor of everything stored in one graph, Constant nodes included."""
+    for name, value in graph.initializers.items():
+        if value.const_value is not None:
+            yield name, value.const_value
+    for node in graph:
+        tensor = constant_tensor(node)
+        if tensor is not None:
+            yield first_output(node), tensor
+
+
+def stored_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor that a value is, as an initializer or the output of a Constant; None for any other value."""
+    if value is None:
+        return None
+    maker = value.producer()
+    return value.const_value if maker is None else constant_tensor(maker)
+
+
+def model_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """Every node: of the main graph, of bodies and of functions."""
+    yield from model.graph.all_nodes()
+    for function in model.functions.values():
+        yield from function.all_nodes()
+
+
+def moving(graph: ir.Graph) -> set[str]:
+    """Values that may differ from run to run: what is computed from inputs, or drawn at random."""
+    changing = {value for value in graph.inputs if not value.is_initializer()}
+    for node in graph:
+        # A body may draw at random as well, so no control flow counts as constant.
+        is_random = node.op_type in RANDOM | {"Dropout"} or bool(subgraphs(node))
+        if is_random or not changing.isdisjoint(reads(node)):
+            changing.update(node.outputs)
+    return set(names(changing))
 
 
 def constant(value: ir.Value | None) -> Array | None:

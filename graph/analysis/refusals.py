@@ -8,11 +8,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from layerline.backends.base import SOURCE, TRACED
-from layerline.backends.light import Model
 from layerline.graph.analysis import ir_queries, provenance
 from layerline.graph.analysis.shape_inference import infer_types
-from layerline.graph.io import canonicalize
-from layerline.graph.io.ir_convert import to_ir
 from layerline.pipeline.errors import StageError
 
 
@@ -61,16 +58,11 @@ def name(node: ir.Node) -> str:
     return next(filter(None, names), "")
 
 
-def inferred(model: Model) -> ir.Graph:
-    """The main graph with functions inlined and types inferred."""
-    prepared = to_ir(canonicalize.prepare(model)[0])
-    infer_types(prepared)
-    return prepared.graph
-
-
-def refuse_training(model: Model) -> None:
+def refuse_training(model: ir.Model) -> None:
     """Refuses, by a StageError that says what to change, a node that drops values or takes the batch's statistics."""
-    for site in sites(inferred(model)):
+    typed = ir_queries.copied(model)
+    infer_types(typed)
+    for site in sites(typed.graph):
         # A training_mode computed from constants may still turn out false; fuse folds it.
         if site.node.op_type == "Dropout" and not _switch(site.node):
             continue

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-import onnx
 import onnx_ir as ir
 
+from layerline.graph.analysis.assembly import Assembly
 from layerline.graph.analysis.ir_queries import captures
 
 
@@ -36,7 +36,7 @@ class After:
     """
 
     result: str
-    nodes: tuple[onnx.NodeProto, ...] = ()
+    nodes: tuple[ir.Node, ...] = ()
     tensors: Mapping[str, ir.TensorProtocol] = field(default_factory=dict)
 
 
@@ -64,7 +64,9 @@ def cut(new: ir.Value, unfused_names: AbstractSet[str], *, made: bool) -> After:
 
     `made` says that `new` itself was just made: it carries the name of what it replaces and is not that value yet.
     """
-    nodes: list[onnx.NodeProto] = []
+    nodes: list[ir.Node] = []
+    # Copies, for rewriting goes on.
+    copies = Assembly()
     tensors: dict[str, ir.TensorProtocol] = {}
     visited: set[ir.Value] = set()
     # Depth first: a node comes off the stack after everything that it reads, so the list can be run in order.
@@ -72,7 +74,7 @@ def cut(new: ir.Value, unfused_names: AbstractSet[str], *, made: bool) -> After:
     while pending:
         item = pending.pop()
         if isinstance(item, ir.Node):
-            nodes.append(ir.serde.serialize_node(item))
+            nodes.append(copies.copy(item))
             continue
         is_new = made and item is new
         if item is None or item in visited or (item.name in unfused_names and not is_new):

@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 
 import onnx
 import onnx_ir as ir
 
-from layerline.backends.light import Light, Model, split, weightless
+from layerline.backends.light import Model, weightless
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.graph.analysis.ir_queries import Array, graph_values
+from layerline.graph.analysis.ir_queries import Array, copied, graph_values
 from layerline.graph.fusion.firing import Firing, Site
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import Rule
 from layerline.graph.fusion.rules import RULES
 from layerline.graph.fusion.verify_rewrites import Proof, prove
 from layerline.graph.io.canonicalize import prepare
-from layerline.graph.io.ir_convert import from_ir, to_ir
+from layerline.graph.io.ir_convert import as_ir
 from layerline.graph.io.opset import OLDEST, opset_of
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.nearest import did_you_mean
@@ -33,23 +32,18 @@ class Rewritten:
     """A model after the rules, and the record of what they did.
 
     Attributes:
-        light: the model, its weights apart.
+        model: the rewritten model.
         unfused: the model the rules started from: functions inlined, initializers that were inputs made constants.
         types: element type of every tensor of its main graph, where known.
         declines: why a rule matched and did not fire, by rule and place.
     """
 
-    light: Light
-    unfused: Light
+    model: ir.Model
+    unfused: ir.Model
     types: Mapping[str, int]
     firings: tuple[Firing, ...]
     declines: Mapping[Site, str]
     notes: tuple[str, ...]
-
-    @cached_property
-    def model(self) -> onnx.ModelProto:
-        """The whole model in one message."""
-        return self.light.whole()
 
 
 def select(switches: Mapping[str, bool]) -> tuple[Rule, ...]:
@@ -74,18 +68,18 @@ def rewrite(
     fold_limit: int = 1 << 20,
 ) -> Rewritten:
     """Applies the rules without proof or check; `model` is left as it was. Raises StageError below opset 11."""
-    original = split(model)
+    original = as_ir(model)
     # As for import-onnx: older operators keep in attributes what the rules read from inputs.
-    if opset_of(original.model) < OLDEST:
-        what = f"the model is at opset {opset_of(original.model)}; {OLDEST} is the oldest that can be fused"
+    if opset_of(original) < OLDEST:
+        what = f"the model is at opset {opset_of(original)}; {OLDEST} is the oldest that can be fused"
         raise StageError(what, where="opset")
     prepared, notes = prepare(original)
-    graph = to_ir(prepared)
-    work = Rewriting(graph, denied=denied, limit=limit, fold_limit=fold_limit)
+    rewritten = copied(prepared)
+    work = Rewriting(rewritten, denied=denied, limit=limit, fold_limit=fold_limit)
     work.infer()
     # Of the unfused values: the proof compares with those.
     types: dict[str, int] = {}
-    for value in graph_values(graph.graph):
+    for value in graph_values(rewritten.graph):
         if value.name and value.dtype and isinstance(value.type, ir.TensorType):
             types[value.name] = value.dtype.value
     for _ in range(MAX_ROUNDS):
@@ -99,10 +93,9 @@ def rewrite(
             break
     firings = work.record()
     work.finish()
-    light = from_ir(graph)
-    _keep_declarations(original.model.graph, light.model.graph)
+    _keep_declarations(original.graph, rewritten.graph)
     return Rewritten(
-        light=light,
+        model=rewritten,
         unfused=prepared,
         types=types,
         firings=firings,
@@ -111,15 +104,17 @@ def rewrite(
     )
 
 
-def _keep_declarations(original: onnx.GraphProto, rewritten: onnx.GraphProto) -> None:
+def _keep_declarations(original: ir.Graph, rewritten: ir.Graph) -> None:
     """Gives inputs and outputs the types and shapes that the original declares."""
-    declared_inputs = {item.name: item for item in original.input}
-    for item in rewritten.input:
-        item.CopyFrom(declared_inputs[item.name])
-    for item, declared in zip(rewritten.output, original.output, strict=True):
+    declared_inputs = {value.name: value for value in original.inputs}
+    for value in rewritten.inputs:
+        value.type = declared_inputs[value.name].type
+        value.shape = declared_inputs[value.name].shape
+    for value, declared in zip(rewritten.outputs, original.outputs, strict=True):
         # Inference knows less of an output than whoever declared it: the symbolic names of its sizes, above all.
-        if declared.type.tensor_type.HasField("shape") or not declared.type.HasField("tensor_type"):
-            item.CopyFrom(declared)
+        if declared.shape is not None or not isinstance(declared.type, ir.TensorType):
+            value.type = declared.type
+            value.shape = declared.shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +141,7 @@ def fuse(
     if not feeds:
         raise StageError("there is no feed to prove rewrites on", where="feeds")
 
-    original = split(model)
+    original = as_ir(model)
 
     def proofs_of(some: Rewritten) -> list[Proof]:
         return prove(some.unfused, some.types, some.firings, feeds, floors or {})
@@ -160,7 +155,7 @@ def fuse(
         failed = _first_failed(proofs)
         fault: str | None = None
         if failed is None:
-            fault, notes = _examine(done.light, original)
+            fault, notes = _examine(done.model, original)
             if fault is None:
                 record = {field.name: getattr(done, field.name) for field in fields(done)}
                 record["notes"] = (*done.notes, *notes)
@@ -170,7 +165,7 @@ def fuse(
         if failed is None or len(sharing) > 1:
             # One of many: the first k firings are right, the next one isn't.
             def good(some: Rewritten) -> bool:
-                return _first_failed(proofs_of(some)) is None and _examine(some.light, original)[0] is None
+                return _first_failed(proofs_of(some)) is None and _examine(some.model, original)[0] is None
 
             firing = guilty(original, good, rules, denied=denied, fold_limit=fold_limit)
             if firing is None:
@@ -226,7 +221,7 @@ def _first_failed(proofs: Sequence[Proof]) -> Proof | None:
     return next((proof for proof in proofs if not proof.passed), None)
 
 
-def _examine(model: Light, original: Light) -> tuple[str | None, list[str]]:
+def _examine(model: ir.Model, original: ir.Model) -> tuple[str | None, list[str]]:
     """Why a result can't be used (None where it can), and notes for the report."""
     try:
         # Loading is the check that counts: every later stage runs the model.

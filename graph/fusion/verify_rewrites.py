@@ -13,24 +13,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
-from onnx import TensorProto, helper
 
 from layerline.backends.base import Feed
-from layerline.backends.light import Light, rename
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.graph.analysis.ir_queries import LIMITS
-from layerline.graph.analysis.proto_queries import in_order, moving
+from layerline.graph.analysis.assembly import Assembly, in_order
+from layerline.graph.analysis.ir_queries import LIMITS, copied, moving, names
 from layerline.graph.fusion.firing import After, Firing
-from layerline.graph.io.ir_convert import store
 from layerline.pipeline.errors import StageError
 
 MULTIPLE = 8.0
 """Rounding differs where operations are merged or reordered: a value may move by this many times its noise floor."""
 LEAST = 4.0
 """No floor is taken to be lower than this many rounding steps of the value's type (relative L2)."""
-_WIDE = (TensorProto.FLOAT, TensorProto.DOUBLE)
+_WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 # The distance from 1 to the next number, by element type.
 _STEP = {int(kind): epsilon for kind, (_, epsilon) in LIMITS.items()}
 
@@ -83,7 +79,7 @@ class _Comparison:
         """Names in the proof's model for what the firing made."""
         made = set(self.after.tensors)
         for node in self.after.nodes:
-            made.update(filter(None, node.output))
+            made.update(names(node.outputs))
         return {name: self.key(f"of {name}") for name in made}
 
     def sides(self) -> tuple[str, str]:
@@ -103,33 +99,34 @@ class _Comparison:
             return [self.key("l1"), self.key("sa"), self.key("sb")]
         return [self.key("ee"), self.key("aa"), self.key("sa"), self.key("sb")]
 
-    def nodes(self) -> list[onnx.NodeProto]:
-        """What computes the value now, and the nodes that reduce the pair to the outputs."""
-        copies = onnx.GraphProto(node=self.after.nodes)
-        rename(copies, self.made_names())
-        for node in copies.node:
-            # Node names must differ within a graph, and these are copies.
-            node.name = ""
-        nodes = list(copies.node)
+    def nodes(self, graph: Assembly) -> list[ir.Node]:
+        """Adds what computes the value now, and the nodes that reduce the pair to the outputs."""
+        made = self.made_names()
+        nodes: list[ir.Node] = []
+        for node in self.after.nodes:
+            copy = graph.copy(node, lambda name: made.get(name, name), lambda name: made.get(name, self.key(name)))
+            # Node names must differ within a graph.
+            copy.name = ""
+            nodes.append(copy)
         a, b = self.sides()
         if self.type and not self.equal:
             for value, side in zip(self._values(), (a, b), strict=True):
                 if self.type in _STEP:
                     # Squares of float32 overflow and vanish long before the values do.
-                    nodes.append(helper.make_node("Cast", [value], [side], to=TensorProto.DOUBLE))
+                    nodes.append(graph.node("Cast", [value], side, to=int(ir.DataType.DOUBLE)))
                 else:
-                    nodes.append(helper.make_node("Identity", [value], [side]))
+                    nodes.append(graph.node("Identity", [value], side))
         if self.whole:
             return nodes
-        nodes.append(helper.make_node("Sub", [a, b], [self.key("e")]))
+        nodes.append(graph.node("Sub", [a, b], self.key("e")))
         if self.equal:
             # Not the greatest: onnxruntime's ReduceMax passes over a NaN.
-            nodes.append(helper.make_node("ReduceL1", [self.key("e")], [self.key("l1")], keepdims=0))
+            nodes.append(graph.node("ReduceL1", [self.key("e")], self.key("l1"), keepdims=0))
         else:
-            nodes.append(helper.make_node("ReduceSumSquare", [self.key("e")], [self.key("ee")], keepdims=0))
-            nodes.append(helper.make_node("ReduceSumSquare", [a], [self.key("aa")], keepdims=0))
-        nodes.append(helper.make_node("Shape", [a], [self.key("sa")]))
-        nodes.append(helper.make_node("Shape", [b], [self.key("sb")]))
+            nodes.append(graph.node("ReduceSumSquare", [self.key("e")], self.key("ee"), keepdims=0))
+            nodes.append(graph.node("ReduceSumSquare", [a], self.key("aa"), keepdims=0))
+        nodes.append(graph.node("Shape", [a], self.key("sa")))
+        nodes.append(graph.node("Shape", [b], self.key("sb")))
         return nodes
 
     def error(self, outputs: Mapping[str, Any]) -> float:
@@ -150,7 +147,7 @@ class _Comparison:
 
 
 def prove(
-    unfused: Light,
+    unfused: ir.Model,
     types: Mapping[str, int],
     firings: Sequence[Firing],
     feeds: Sequence[Feed],
@@ -165,7 +162,7 @@ def prove(
     Raises:
         StageError: onnxruntime refuses the unfused model, or can't run it on a feed.
     """
-    changing = moving(unfused.model.graph)
+    changing = moving(unfused.graph)
     # Keyed by the object too: firings inside one body share what came of the node around it, which is proved once.
     constants: dict[_Key, _Comparison] = {}
     computed: dict[_Key, _Comparison] = {}
@@ -185,8 +182,8 @@ def prove(
     # What is computed from constants alone is the same on every feed.
     errors = dict(zip(constants, _errors(unfused, list(constants.values()), feeds[:1]), strict=True))
     proved = [(pair.name, pair.after) for key, pair in constants.items() if errors[key] == 0.0]
-    light = with_constants(unfused, _proved_constants(proved))
-    errors |= zip(computed, _errors(light, list(computed.values()), feeds), strict=True)
+    settled = with_constants(unfused, _proved_constants(proved))
+    errors |= zip(computed, _errors(settled, list(computed.values()), feeds), strict=True)
     proofs: list[Proof] = []
     for firing in firings:
         # Without any the bytes are the same by construction.
@@ -202,7 +199,7 @@ def prove(
     return proofs
 
 
-def reference(unfused: Light, proofs: Iterable[Proof]) -> Light:
+def reference(unfused: ir.Model, proofs: Iterable[Proof]) -> ir.Model:
     """The unfused model with every constant stored that was proved to be equal: the same values, sooner."""
     equal: list[tuple[str, After]] = []
     for proof in proofs:
@@ -222,27 +219,31 @@ def _proved_constants(equal: Iterable[tuple[str, After]]) -> dict[str, ir.Tensor
     return constants
 
 
-def with_constants(light: Light, constants: Mapping[str, ir.TensorProtocol]) -> Light:
+def with_constants(model: ir.Model, constants: Mapping[str, ir.TensorProtocol]) -> ir.Model:
     """The model with these values stored in place of the nodes that compute them from nothing but constants.
 
     A proof or a comparison runs the unfused model on many feeds. To transpose every weight again on each of them, as
     exporters write it, would take as long as all the rest.
     """
-    out = light.copy()
-    graph = out.model.graph
     # What depends on an input stays computed, even where a rule made it a constant.
-    replaceable = constants.keys() - moving(graph)
-    kept: list[onnx.NodeProto] = []
-    for node in graph.node:
-        outputs = set(filter(None, node.output))
-        if outputs <= replaceable:
-            # Sorted, so that the same model is stored the same way each time.
-            for name in sorted(outputs):
-                store(out, name, constants[name])
-        else:
-            kept.append(node)
-    del graph.node[:]
-    graph.node.extend(kept)
+    replaceable = constants.keys() - moving(model.graph)
+    if not replaceable:
+        return model
+    out = copied(model)
+    graph = out.graph
+    for node in list(graph):
+        outputs = names(node.outputs)
+        if not outputs or not replaceable.issuperset(outputs):
+            continue
+        for value in node.outputs:
+            if value.name:
+                stored = ir.Value(
+                    name=value.name, type=value.type, shape=value.shape, const_value=constants[value.name]
+                )
+                value.replace_all_uses_with(stored, replace_graph_outputs=True)
+                value.name = None
+                graph.register_initializer(stored)
+        graph.remove(node, safe=True)
     return out
 
 
@@ -251,7 +252,7 @@ def tolerance(name: str, types: Mapping[str, int], floors: Mapping[str, float]) 
     return MULTIPLE * max(floors.get(name, 0.0), LEAST * _STEP.get(types.get(name, 0), 0.0))
 
 
-def _errors(unfused: Light, pairs: list[_Comparison], feeds: Sequence[Feed]) -> list[float]:
+def _errors(unfused: ir.Model, pairs: list[_Comparison], feeds: Sequence[Feed]) -> list[float]:
     """The worst error of each pair over the feeds; inf for one that the runtime can't run or whose shapes clash."""
     if not pairs:
         return []
@@ -274,7 +275,7 @@ def _errors(unfused: Light, pairs: list[_Comparison], feeds: Sequence[Feed]) -> 
     return errors
 
 
-def _run(unfused: Light, pairs: list[_Comparison], feeds: Sequence[Feed]) -> list[float]:
+def _run(unfused: ir.Model, pairs: list[_Comparison], feeds: Sequence[Feed]) -> list[float]:
     session = OnnxRuntime(few_runs=True).open(_proof_model(unfused, pairs))
     errors = [0.0] * len(pairs)
     for feed in feeds:
@@ -305,26 +306,31 @@ def _whole_error(a: Any, b: Any) -> float:
     return float(np.linalg.norm(x[finite] - y[finite])) / (norm or 1.0)
 
 
-def _proof_model(unfused: Light, pairs: Sequence[_Comparison]) -> Light:
+def _proof_model(unfused: ir.Model, pairs: Sequence[_Comparison]) -> ir.Model:
     """The unfused model with what computes each value now beside it, and the comparisons as outputs."""
-    light = unfused.copy()
     if not pairs:
-        return light
-    graph = light.model.graph
-    added: list[onnx.NodeProto] = []
+        return unfused
+    graph = Assembly()
+    for name, value in unfused.graph.initializers.items():
+        if value.const_value is not None:
+            graph.store(name, value.const_value)
+    unfused_nodes = [graph.copy(node) for node in unfused.graph]
+    added: list[ir.Node] = []
     outputs: dict[str, None] = {}
     for pair in pairs:
-        names = pair.made_names()
+        made = pair.made_names()
         for name, tensor in pair.after.tensors.items():
-            store(light, names[name], tensor)
-        added += pair.nodes()
+            graph.store(made[name], tensor)
+        added += pair.nodes(graph)
         outputs |= dict.fromkeys(pair.outputs())
     # Of a pair that is read whole the old side is an output that nothing added reads.
-    unfused_nodes = unfused.model.graph.node
-    added += [node for node in unfused_nodes if not outputs.keys().isdisjoint(node.output)]
+    added += [node for node in unfused_nodes if not outputs.keys().isdisjoint(names(node.outputs))]
     # Each comparison comes as early as it can: the runtime lets a value go once nothing needs it.
-    ordered = in_order(added, unfused_nodes)
-    del graph.node[:], graph.output[:]
-    graph.node.extend(ordered)
-    graph.output.extend(map(helper.make_empty_tensor_value_info, outputs))
-    return light
+    return graph.model(
+        in_order(added),
+        unfused.graph.inputs,
+        outputs,
+        opsets=unfused.opset_imports,
+        ir_version=unfused.ir_version,
+        functions=unfused.functions.values(),
+    )

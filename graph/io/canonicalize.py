@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import onnx_ir as ir
 
-import onnx
-
-from layerline.backends.light import Light, Model, bodies, rename, split
-from layerline.graph.analysis.ir_queries import fresh_name
-from layerline.graph.analysis.proto_queries import defined
-from layerline.graph.io import inline_functions, onnx_files
-from layerline.pipeline.errors import StageError
+from layerline.backends.light import Model
+from layerline.graph.analysis.ir_queries import copied, fresh_name, graph_values, names, subgraphs, value_names
+from layerline.graph.io import inline_functions
+from layerline.graph.io.ir_convert import as_ir
 
 
-def prepare(model: Model) -> tuple[Light, list[str]]:
+def prepare(model: Model) -> tuple[ir.Model, list[str]]:
     """A copy whose operators all lie in the graph itself, with constants that are constants, and what was done.
 
     - The two spellings of ONNX's own domain become one.
@@ -24,64 +21,49 @@ def prepare(model: Model) -> tuple[Light, list[str]]:
     Raises:
         StageError: a sparse initializer, which neither the runtime's optimiser nor TensorRT reads.
     """
-    light = split(model).copy()
+    out = copied(as_ir(model))
     notes: list[str] = []
-    out = light.model
     # Before version 4 of the format every initializer had to be an input.
     out.ir_version = max(out.ir_version, 4)
-    for graph in onnx_files.graphs(out):
-        if graph.sparse_initializer:
-            name = graph.sparse_initializer[0].values.name
-            raise StageError("sparse initializers are not supported", where=name, hint="store the tensor densely")
-        stored = {tensor.name for tensor in graph.initializer}
-        if graph is out.graph:
-            stored = light.stored
-        doubled = [item.name for item in graph.input if item.name in stored]
+    for graph in out.graphs():
+        doubled = [value for value in graph.inputs if value.is_initializer()]
+        for value in doubled:
+            graph.inputs.remove(value)
         if doubled:
-            fed = [item for item in graph.input if item.name not in stored]
-            del graph.input[:]
-            graph.input.extend(fed)
-            notes.append(f"{len(doubled)} initializers were also inputs ({doubled[0]}, …); they are constants now")
-    # Before functions are looked up by their domain.
-    named: list[onnx.NodeProto | onnx.OperatorSetIdProto] = [*onnx_files.nodes(out), *out.opset_import]
-    for function in out.functions:
-        named += function.opset_import
-    for item in named:
-        if item.domain == "ai.onnx":
-            item.domain = ""
+            notes.append(f"{len(doubled)} initializers were also inputs ({doubled[0].name}, …); they are constants now")
+    # onnx_ir spells the domain of nodes one way already.
+    for imports in (out.opset_imports, *(function.opset_imports for function in out.functions.values())):
+        if "ai.onnx" in imports:
+            imports.setdefault("", imports.pop("ai.onnx"))
     if out.functions:
-        inlined, note = inline_functions.inline(light.whole())
-        light = split(inlined)
+        inlined, note = inline_functions.inline(ir.to_proto(out))
+        out = as_ir(inlined)
         notes.append(note)
-    shadowing = _unshadow(light)
+    shadowing = _unshadow(out)
     if shadowing:
         notes.append(f"{len(shadowing)} values in bodies were called like others around them ({shadowing[0]}, …)")
-    return light, notes
+    return out, notes
 
 
-def _unshadow(light: Light) -> list[str]:
+def _unshadow(model: ir.Model) -> list[str]:
     """Gives what a body calls like something around it a name of its own, in place; returns the names it had.
 
     ONNX forbids such names and onnxruntime reads them, the innermost first; moved from one graph into another, a node
     would read something else.
     """
-    model = light.model
-    taken = set(light.weights)
-    for each in onnx_files.graphs(model):
-        taken |= defined(each)
+    taken = value_names(model)
     shadowing: list[str] = []
 
-    def visit(graph: onnx.GraphProto, around: frozenset[str], renamed: Mapping[str, str]) -> None:
+    def visit(graph: ir.Graph, around: frozenset[str]) -> None:
         # Sorted, so that the same file always gets the same new names.
-        new_names = {name: fresh_name(name, taken) for name in sorted(defined(graph) & around)}
-        shadowing.extend(new_names)
-        renamed = {**renamed, **new_names}
-        if renamed:
-            rename(graph, renamed, nested=False)
-        within = around | defined(graph)
-        for node in graph.node:
-            for body in bodies(node):
-                visit(body, within, renamed)
+        named = sorted((value.name, value) for value in graph_values(graph) if value.name in around)
+        for name, value in named:
+            shadowing.append(name)
+            value.name = fresh_name(name, taken)
+        within = around | set(names(graph_values(graph)))
+        for node in graph:
+            for body in subgraphs(node):
+                visit(body, within)
 
-    visit(model.graph, frozenset(light.weights), {})
+    visit(model.graph, frozenset())
     return shadowing

@@ -14,7 +14,7 @@ import onnx.inliner
 from onnx import helper
 
 from layerline.backends.light import all_nodes, bodies
-from layerline.graph.io import onnx_files
+from layerline.graph.io.proto_queries import graphs
 from layerline.pipeline.errors import StageError
 
 MOST_NODES = 1_000_000
@@ -86,7 +86,7 @@ def refuse_endless(model: onnx.ModelProto) -> None:
                 continue
             sizes[key] = len(nodes) + sum(sizes[call] for call in calls)
             pending.pop()
-    operators = [(node.domain, node.op_type) for graph in onnx_files.graphs(model) for node in graph.node]
+    operators = [(node.domain, node.op_type) for graph in graphs(model) for node in graph.node]
     calls = [operator for operator in operators if operator in functions]
     total = sum(sizes[call] for call in calls)
     if total > MOST_NODES:
@@ -99,7 +99,7 @@ def refuse_endless(model: onnx.ModelProto) -> None:
 
 def _sound(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model, if every value of a graph is computed once."""
-    for graph in onnx_files.graphs(model):
+    for graph in graphs(model):
         computed: set[str] = set()
         for node in graph.node:
             for name in filter(None, node.output):
@@ -112,7 +112,7 @@ def _sound(model: onnx.ModelProto) -> onnx.ModelProto:
 def _typed(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy that says the type of whatever can be known, stored tensors included."""
     out = onnx.shape_inference.infer_shapes(model)
-    for graph in onnx_files.graphs(out):
+    for graph in graphs(out):
         typed = {item.name for item in (*graph.value_info, *graph.input, *graph.output)}
         for tensor in graph.initializer:
             if tensor.name not in typed:

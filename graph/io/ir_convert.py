@@ -1,19 +1,30 @@
-"""A model in onnx_ir's form, and back; its weights stay the arrays they are."""
+"""From what was read to onnx_ir's form, in which weights stay the arrays they are."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from layerline.backends.light import Light, Model, split, travels
+from layerline.backends.light import Light, Model, split
+from layerline.graph.io.proto_queries import graphs
 from layerline.pipeline.errors import StageError, first_line
 
 
-def to_ir(model: Model) -> ir.Model:
-    """A model in onnx_ir's form; its tensors share their memory with those of `model`, where that is in two parts.
+def as_ir(model: Model | Light) -> ir.Model:
+    """A model in onnx_ir's form, which is `model` itself where it has that form already.
 
-    Raises StageError for what ONNX has not, such as a value of an unknown element type.
+    Its tensors share their memory with those of `model`, where that is in two parts. Nodes stand behind what they read.
+
+    Raises:
+        StageError: what ONNX has not, such as a value of an unknown element type, or what onnx_ir can't hold: a sparse
+            initializer.
     """
+    if isinstance(model, ir.Model):
+        return model
     light = split(model)
+    for graph in graphs(light.model):
+        if graph.sparse_initializer:
+            name = graph.sparse_initializer[0].values.name
+            raise StageError("sparse initializers are not supported", where=name, hint="store the tensor densely")
     try:
         out = ir.serde.deserialize_model(light.stand_ins(light.weights))
     except ir.serde.SerdeError as error:
@@ -23,25 +34,29 @@ def to_ir(model: Model) -> ir.Model:
         raise StageError(f"not valid ONNX: {first_line(str(root))}", where="model") from error
     for name, weight in light.weights.items():
         out.graph.initializers[name].const_value = weight
+    for body in out.graph.subgraphs():
+        for output in body.outputs:
+            if output.graph is not body:
+                raise StageError(
+                    f"not valid ONNX: a branch or loop returns {output.name!r}, which its body does not compute",
+                    where="model",
+                    hint="put an Identity in front of it",
+                )
+    if not _is_sorted(out):
+        try:
+            out.graph.sort()
+        except ValueError as error:
+            raise StageError("not valid ONNX: nodes read each other's values in a circle", where="model") from error
     return out
 
 
-def from_ir(model: ir.Model) -> Light:
-    """The two parts of a model, which loses its large initializers; they share their memory with it."""
-    weights = {}
-    for name, value in list(model.graph.initializers.items()):
-        tensor = value.const_value
-        assert tensor is not None
-        if travels(tensor.dtype.value, tensor.nbytes):
-            weights[name] = tensor
-            del model.graph.initializers[name]
-    return Light(ir.serde.serialize_model(model), weights)
-
-
-def store(light: Light, name: str, tensor: ir.TensorProtocol) -> None:
-    """Adds a tensor to a model: beside the graph, or to it where it is small."""
-    if travels(tensor.dtype.value, tensor.nbytes):
-        light.weights[name] = tensor
-    else:
-        light.model.graph.initializer.append(ir.serde.serialize_tensor(tensor))
-        light.model.graph.initializer[-1].name = name
+def _is_sorted(model: ir.Model) -> bool:
+    """Whether every node stands behind what it reads; runtimes sort nodes themselves, passes over the graph do not."""
+    passed: set[ir.Node] = set()
+    for node in model.graph.all_nodes():
+        for value in node.inputs:
+            maker = None if value is None else value.producer()
+            if maker is not None and maker not in passed:
+                return False
+        passed.add(node)
+    return True

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterable
 from pathlib import Path, PurePath
 
-import onnx
+import onnx_ir as ir
 
 from layerline.backends.base import MODULE, SOURCE, TRACED
-from layerline.graph.analysis.proto_queries import metadata
+from layerline.backends.light import Model
+from layerline.graph.analysis.ir_queries import model_nodes, names
 from layerline.graph.analysis.provenance import SOURCES
-from layerline.graph.io import onnx_files
+from layerline.graph.io.ir_convert import as_ir
 
 _SCOPES, _TRACE = "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.stack_trace"
 # On the nodes of a file that the export stage, or torch's exporter, wrote; provenance adds the values that were merged.
@@ -24,62 +25,61 @@ _FRAME = re.compile(r'File "(.+?)", line ([0-9]{1,9})')
 _NO_MODULE, _AGAIN = "_empty_nn_module_stack_from_metadata_hook", re.compile(r"@\d+")
 
 
-def modules(model: onnx.ModelProto) -> dict[str, str]:
+def modules(model: Model) -> dict[str, str]:
     """Module path of every value that the main graph's nodes produce, where it belongs to a module."""
     return _recorded(model, MODULE)
 
 
-def sources(model: onnx.ModelProto) -> dict[str, str]:
+def sources(model: Model) -> dict[str, str]:
     """Line of the user's file (`task.py:31`) that produced each value, where known."""
     return _recorded(model, SOURCE)
 
 
-def owners(model: onnx.ModelProto) -> dict[str, str]:
+def owners(model: ir.Model) -> dict[str, str]:
     """The exporter's own record of each value: the node of the exported program that it lies in; before `stamp`."""
     nodes: dict[str, str] = {}
-    for node in model.graph.node:
+    for node in model.graph:
         scopes = _scopes(node)
         if scopes:
-            nodes.update((name, scopes[-1]) for name in node.output if name)
+            nodes.update((name, scopes[-1]) for name in names(node.outputs))
     return nodes
 
 
-def stamp(model: onnx.ModelProto, root: Path) -> None:
+def stamp(model: ir.Model, root: Path) -> None:
     """Writes module paths and source lines, in place, from what torch's exporter left (`graph.io.save` takes that out).
 
     Args:
         root: the project's folder, for the source lines.
     """
-    for graph in onnx_files.graphs(model):
-        for node in graph.node:
-            scopes = _scopes(node)
-            # The last scope is the node of the exported program itself.
-            module = _AGAIN.sub("", scopes[-2]) if len(scopes) > 1 else ""
-            for key, entry in ((MODULE, module), (SOURCE, source(frames_in(metadata(node, _TRACE)), root))):
-                if entry:
-                    node.metadata_props.add(key=key, value=entry)
+    for node in model.graph.all_nodes():
+        scopes = _scopes(node)
+        # The last scope is the node of the exported program itself.
+        module = _AGAIN.sub("", scopes[-2]) if len(scopes) > 1 else ""
+        line = source(frames_in(node.metadata_props.get(_TRACE, "")), root)
+        for key, entry in ((MODULE, module), (SOURCE, line)):
+            if entry:
+                node.metadata_props[key] = entry
 
 
-def distrust(model: onnx.ModelProto) -> None:
+def distrust(model: ir.Model) -> None:
     """Takes out, in place, what would make a file from elsewhere pass for one that was traced here.
 
     The shapes that a traced file declares for its inner values are built on; those of any other file are not.
     """
-    for node in onnx_files.nodes(model):
-        kept = [entry for entry in node.metadata_props if entry.key not in _OWN_WORD]
-        if len(kept) < len(node.metadata_props):
-            del node.metadata_props[:]
-            node.metadata_props.extend(kept)
+    for node in model_nodes(model):
+        for key in _OWN_WORD & node.metadata_props.keys():
+            del node.metadata_props[key]
 
 
-def all_names(model: onnx.ModelProto) -> set[str]:
+def all_names(model: Model) -> set[str]:
     """Names of values, nodes and modules."""
-    names: set[str] = set()
+    model = as_ir(model)
+    everything: set[str] = set()
     for paths in modules(model).values():
-        names.update(paths.split(", "))
-    for node in onnx_files.nodes(model):
-        names.update((node.name, *node.input, *node.output))
-    return names - {""}
+        everything.update(paths.split(", "))
+    for node in model_nodes(model):
+        everything.update((node.name or "", *names(node.inputs), *names(node.outputs)))
+    return everything - {""}
 
 
 def source(frames: Iterable[tuple[str, int]], root: Path) -> str:
@@ -129,18 +129,18 @@ def _package(file: str) -> tuple[str, ...]:
     return parts[last + 1 :]
 
 
-def _recorded(model: onnx.ModelProto, key: str) -> dict[str, str]:
+def _recorded(model: Model, key: str) -> dict[str, str]:
     entries: dict[str, str] = {}
-    for node in model.graph.node:
-        entry = metadata(node, key)
+    for node in as_ir(model).graph:
+        entry = node.metadata_props.get(key)
         if entry:
-            entries.update((name, entry) for name in node.output if name)
+            entries.update((name, entry) for name in names(node.outputs))
     return entries
 
 
-def _scopes(node: onnx.NodeProto) -> list[str]:
+def _scopes(node: ir.Node) -> list[str]:
     try:
-        scopes = ast.literal_eval(metadata(node, _SCOPES) or "[]")
+        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES) or "[]")
     except (ValueError, SyntaxError, MemoryError, RecursionError):  # a file from elsewhere may hold any text here
         return []
     if not isinstance(scopes, list):

@@ -21,7 +21,6 @@ from layerline.backends.light import (
     Light,
     Model,
     as_integers,
-    bodies,
     declared_bytes,
     large,
     lazy,
@@ -30,6 +29,8 @@ from layerline.backends.light import (
     split,
     travels,
 )
+from layerline.graph.io.ir_convert import as_ir
+from layerline.graph.io.proto_queries import graphs, nodes, tensors
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.inputs.untrusted import is_inside, is_number, printable
 
@@ -41,16 +42,21 @@ _MOST_AXES, _MOST_ELEMENTS = 64, 2**48
 
 
 def load(path: Path) -> onnx.ModelProto:
-    """Reads a model with its external data into one message.
+    """Reads a model with its external data into one message. Raises StageError: as `read_model`."""
+    return parts(path).whole()
+
+
+def read_model(path: Path) -> ir.Model:
+    """Reads a model with its external data; weights are read when they are first needed.
 
     Raises:
         StageError: not an ONNX file, or its data file is missing; names the tensor and the location it stores.
     """
-    return parts(path).whole()
+    return as_ir(parts(path))
 
 
 def parts(path: Path) -> Light:
-    """Reads a model's graph, and its weights when they are asked for. Raises StageError: as `load`."""
+    """Reads a model's graph, and its weights when they are asked for. Raises StageError: as `read_model`."""
     light = read(path)
     external_files(light, path)
     for tensor in list(light.model.graph.initializer):
@@ -239,7 +245,7 @@ def external_files(light: Light, path: Path) -> tuple[str, ...]:
     return tuple(files)
 
 
-def save(model: Model, folder: Path, *, external_over: int = EXTERNAL_OVER) -> Path:
+def save(model: Model | Light, folder: Path, *, external_over: int = EXTERNAL_OVER) -> Path:
     """Writes `model.onnx` in canonical form into `folder`; weights of large models go to `model.onnx.data` beside it.
 
     Canonical: producer, version stamps, doc strings, source lines and torch's own notes are cleared, graphs have fixed
@@ -250,7 +256,7 @@ def save(model: Model, folder: Path, *, external_over: int = EXTERNAL_OVER) -> P
     light = canonical(model)
     path = folder / FILE
     # The graph counts as well: Constants that had to stay in it may be large.
-    if light.model.ByteSize() + light.nbytes > external_over:
+    if light.model.ByteSize() + sum(weight.nbytes for weight in light.weights.values()) > external_over:
         _move_out(light, folder / f"{FILE}.data")
     path.write_bytes(light.whole().SerializeToString())
     return path
@@ -274,7 +280,7 @@ def _move_out(light: Light, path: Path) -> None:
     light.weights.clear()
 
 
-def canonical(model: Model) -> Light:
+def canonical(model: Model | Light) -> Light:
     """A copy without what does not change the result."""
     light = split(model).copy()
     out = light.model
@@ -318,44 +324,6 @@ def _read_opsets(model: onnx.ModelProto) -> list[onnx.OperatorSetIdProto]:
         if item.domain in domains:
             by_domain[item.domain] = item
     return list(by_domain.values())
-
-
-def graphs(model: onnx.ModelProto) -> list[onnx.GraphProto]:
-    """The main graph and every subgraph inside If, Loop, Scan and functions."""
-    visited: list[onnx.GraphProto] = []
-    pending: list[onnx.GraphProto] = [model.graph]
-    for function in model.functions:
-        for node in function.node:
-            pending += bodies(node)
-    while pending:
-        graph = pending.pop()
-        visited.append(graph)
-        for node in graph.node:
-            pending += bodies(node)
-    return visited
-
-
-def nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    """Every node: of the main graph, of subgraphs and of functions."""
-    all_nodes: list[onnx.NodeProto] = []
-    for graph in graphs(model):
-        all_nodes += graph.node
-    for function in model.functions:
-        all_nodes += function.node
-    return all_nodes
-
-
-def tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    """Every stored tensor: initializers and tensor attributes, in subgraphs and functions too."""
-    all_tensors: list[onnx.TensorProto] = []
-    for graph in graphs(model):
-        all_tensors += graph.initializer
-    for node in nodes(model):
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                all_tensors.append(attribute.t)
-            all_tensors += attribute.tensors
-    return all_tensors
 
 
 def _clean_metadata(item: Any) -> None:

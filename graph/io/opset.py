@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import onnx
+import onnx_ir as ir
 from onnx import checker, shape_inference, version_converter
 
 from layerline.backends.light import Light, Model, split, weightless
-from layerline.graph.io.onnx_files import graphs
+from layerline.graph.io.ir_convert import as_ir
 from layerline.pipeline.errors import StageError
 
 OLDEST = 11
@@ -15,60 +15,53 @@ IR_VERSION = 10
 _REFUSALS = (checker.ValidationError, shape_inference.InferenceError, version_converter.ConvertError)
 
 
-def opset_of(model: onnx.ModelProto) -> int:
+def opset_of(model: Model) -> int:
     """The version of the default domain."""
-    for item in model.opset_import:
-        if item.domain in ("", "ai.onnx"):
-            return int(item.version)
-    return 1
+    imports = as_ir(model).opset_imports
+    return imports.get("", imports.get("ai.onnx", 1))
 
 
-def raise_opset(model: Model, to: int) -> Light:
+def raise_opset(model: Model, to: int) -> ir.Model:
     """The model at opset `to`, or as it is where it is there already; value names stay.
 
     Raises:
         StageError: the opset is too old, or an operator can't be raised; names both versions.
     """
-    light = split(model)
-    have = opset_of(light.model)
+    model = as_ir(model)
+    have = opset_of(model)
     if have >= to:
-        return light
+        return model
     if have < OLDEST:
         raise StageError(f"the model is at opset {have}; {OLDEST} is the oldest that can be raised", where="opset")
-    # To the converter weights may as well be inputs.
-    raised = weightless(light)
-    raised.graph.name = raised.graph.name or "main"  # the converter takes no graph without a name
-    stand_ins = {i.name for i in raised.graph.input} - {i.name for i in light.model.graph.input}
-    shapeless: set[str] = set()
-    for output in raised.graph.output:
-        if output.type.HasField("tensor_type") and not output.type.tensor_type.HasField("shape"):
-            shapeless.add(output.name)
+    # onnx's converter works on its own form. To it weights may as well be inputs.
+    light = split(model)
+    proto = weightless(light)
+    proto.graph.name = proto.graph.name or "main"  # the converter takes no graph without a name
     try:
-        raised = version_converter.convert_version(raised, to)
+        proto = version_converter.convert_version(proto, to)
         # An output of two ranks, out of two branches, has no shape; onnx's checker wants one of every tensor.
-        for output in raised.graph.output:
+        for output in proto.graph.output:
             if output.type.HasField("tensor_type"):
                 output.type.tensor_type.shape.SetInParent()
-        checker.check_model(raised)
+        checker.check_model(proto)
     except (RuntimeError, ValueError, *_REFUSALS) as error:
         raise StageError(
             f"opset {have} can't be raised to {to}: {error}", where="opset", hint=f"export the model at opset {to}"
         ) from error
-    inputs = [item for item in raised.graph.input if item.name not in stand_ins]
-    del raised.graph.input[:]
-    raised.graph.input.extend(inputs)
     # What was put in for the converter and the checker alone.
-    for output in raised.graph.output:
-        if output.name in shapeless:
-            output.type.tensor_type.ClearField("shape")
-    _keep_metadata(light.model, raised)
-    return Light(raised, light.weights)
+    inputs = {value.name for value in model.graph.inputs}
+    for item in [item for item in proto.graph.input if item.name not in inputs]:
+        proto.graph.input.remove(item)
+    raised = as_ir(Light(proto, light.weights))
+    for before, after in zip(model.graph.outputs, raised.graph.outputs, strict=True):
+        after.shape = after.shape if before.shape is not None else None
+    _keep_metadata(model, raised)
+    return raised
 
 
-def _keep_metadata(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
+def _keep_metadata(before: ir.Model, after: ir.Model) -> None:
     """The converter forgets each node's metadata; outputs keep their names, so it is found again by them."""
-    metadata = {node.output[0]: node.metadata_props for graph in graphs(before) for node in graph.node if node.output}
-    for graph in graphs(after):
-        for node in graph.node:
-            if node.output and not node.metadata_props and node.output[0] in metadata:
-                node.metadata_props.extend(metadata[node.output[0]])
+    metadata = {node.outputs[0].name: node.metadata_props for node in before.graph.all_nodes() if node.outputs}
+    for node in after.graph.all_nodes():
+        if node.outputs and not node.metadata_props:
+            node.metadata_props.update(metadata.get(node.outputs[0].name, {}))

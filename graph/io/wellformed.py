@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Set
 import onnx
 
 from layerline.backends.light import Light, bodies
-from layerline.graph.analysis.proto_queries import defined, node_label
-from layerline.graph.io import inline_functions, onnx_files
+from layerline.graph.io import inline_functions
+from layerline.graph.io.proto_queries import defined, graphs, node_label
 from layerline.pipeline.errors import StageError
 
 _OWN = ("", "ai.onnx")
@@ -24,13 +24,18 @@ def refuse_broken(light: Light) -> None:
     graph = light.model.graph
     stored = frozenset(light.weights)
     _refuse_doubled(light)
+    for side, infos in (("input", graph.input), ("output", graph.output)):
+        for info in infos:
+            code = info.type.tensor_type.elem_type
+            if code not in onnx.TensorProto.DataType.values():
+                raise StageError(f"the {side} is of element type {code}, which ONNX has not", where=info.name)
     inline_functions.refuse_endless(light.model)
     # A model's own functions are an operator set as well.
     imported = {o.domain for o in light.model.opset_import} | {f.domain for f in light.model.functions}
     # The two spellings of ONNX's own domain are one.
     if not imported.isdisjoint(_OWN):
         imported.update(_OWN)
-    for each in onnx_files.graphs(light.model):
+    for each in graphs(light.model):
         for node in each.node:
             if node.domain not in imported:
                 raise StageError(
@@ -57,7 +62,7 @@ def _refuse_doubled(light: Light) -> None:
     Raises:
         StageError: names the value, and all that define it.
     """
-    for graph in onnx_files.graphs(light.model):
+    for graph in graphs(light.model):
         stored: list[str] = []
         if graph is light.model.graph:
             stored += light.weights

@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 
 from layerline.backends.base import Feed
-from layerline.backends.light import Light
 from layerline.calib.plan import QuantPlan
 from layerline.calib.scales import in_blocks
+from layerline.graph.analysis.ir_queries import copied, first_output
 from layerline.graph.fusion.channel_groups import Group
-from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.quantization import equalization, rounding
 from layerline.graph.quantization.equalization import MOST, Equalized
-from layerline.graph.quantization.naming import first_output
 from layerline.graph.quantization.rounding import Layer
 
 Numbers = npt.NDArray[np.float32]
@@ -33,7 +32,7 @@ OUTPUTS = 512
 """Evenly spread outputs of a layer that are compared: each exponent rounds their weights once."""
 
 
-def scaled(model: Light, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]]) -> Equalized:
+def scaled(model: ir.Model, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]]) -> Equalized:
     """Scales the channels that layers with weights in blocks read, where their outputs lose less by it.
 
     Args:
@@ -41,14 +40,14 @@ def scaled(model: Light, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]]) -
         plan: of it.
         feeds: gives samples by input name.
     """
-    work = to_ir(model)
+    work = copied(model)
     layers = {first_output(layer.node): layer for layer in rounding.layers_of(model, plan, blocks=True)}
     rows = _rows(model, list(layers.values()), feeds())
     groups = equalization.groups_of(work, norms=None)
     return equalization.with_factors(model, work, groups, lambda group: _best(group, layers, rows))
 
 
-def _rows(model: Light, layers: Sequence[Layer], feeds: Iterable[Feed]) -> dict[str, Numbers]:
+def _rows(model: ir.Model, layers: Sequence[Layer], feeds: Iterable[Feed]) -> dict[str, Numbers]:
     """By the value that layers read: rows of it, (rows, inputs)."""
     first_readers = {layer.source: layer for layer in reversed(layers)}
     parts: dict[str, list[Numbers]] = {source: [] for source in first_readers}

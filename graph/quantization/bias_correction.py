@@ -12,16 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from layerline.backends.light import Light
-from layerline.graph.analysis.ir_queries import FreshNames, add_initializer
-from layerline.graph.io.ir_convert import from_ir, to_ir
-from layerline.graph.quantization.naming import first_output
+from layerline.graph.analysis.ir_queries import FreshNames, add_initializer, copied, first_output
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of
 
 _WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
 
 
-def correct(model: Light, shifts: Mapping[str, npt.NDArray[np.float64]]) -> tuple[Light, int]:
+def correct(model: ir.Model, shifts: Mapping[str, npt.NDArray[np.float64]]) -> tuple[ir.Model, int]:
     """Corrects the biases of a quantised model.
 
     Args:
@@ -31,14 +28,14 @@ def correct(model: Light, shifts: Mapping[str, npt.NDArray[np.float64]]) -> tupl
     Returns:
         A copy with corrected biases, and how many were corrected.
     """
-    work = to_ir(model)
+    work = copied(model)
     names = FreshNames(work)
     corrected = 0
     for node in list(work.graph):
         shift = shifts.get(first_output(node))
         if shift is not None and shift.any() and _correct(work.graph, names, node, shift):
             corrected += 1
-    return from_ir(work), corrected
+    return work, corrected
 
 
 def _correct(graph: ir.Graph, names: FreshNames, node: ir.Node, shift: npt.NDArray[np.float64]) -> bool:

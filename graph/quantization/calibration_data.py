@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
+import onnx_ir as ir
 
 from layerline.backends.base import Feed
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.calib import collect, selection
 from layerline.calib.calibration_survey import Survey
@@ -28,13 +28,13 @@ DENSE, and every 32nd of the others."""
 TOO_FEW = f"fewer than {LEAST} different samples (or batches, where their size is fixed) leave none to judge it on"
 
 
-def session(model: Light, taps: Sequence[str]) -> OrtSession:
+def session(model: ir.Model, taps: Sequence[str]) -> OrtSession:
     """A session for calibration, with the given inner values as further outputs.
 
     Ranges need no bits of the graph as it is written, and optimised kernels take a fifth less time. Threads that do not
     spin leave the other cores to other work.
     """
-    optimised = model.nbytes <= MOST_OPTIMISED
+    optimised = sum(tensor.nbytes for tensor in model.graph.initializers.tensors()) <= MOST_OPTIMISED
     return OnnxRuntime(defaults=optimised, config={"session.intra_op.allow_spinning": "0"}).open(model, taps)
 
 
@@ -96,7 +96,7 @@ class CalibrationData:
                 return hook
         return None
 
-    def choose(self, model: Light, names: Sequence[str]) -> None:
+    def choose(self, model: ir.Model, names: Sequence[str]) -> None:
         """Chooses the calibration samples, once, where they are not simply spread evenly over the data.
 
         Args:
@@ -225,7 +225,7 @@ class CalibrationData:
 
     def ranges(
         self,
-        model: Light,
+        model: ir.Model,
         names: Sequence[str],
         batches: Samples | list[Batch],
         nonfinite: Literal["stop", "skip"],

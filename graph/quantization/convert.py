@@ -9,17 +9,16 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import onnx
+import onnx_ir as ir
 
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light, bodies
 from layerline.backends.onnxruntime import int8_flag, int8_note
 from layerline.calib.calibrators import Calibrator
 from layerline.calib.collect import Ranges
 from layerline.calib.plan import QuantPlan
 from layerline.calib.samples import Batch, Samples
 from layerline.calib.scales import Stored
-from layerline.graph.analysis.proto_queries import node_label
+from layerline.graph.analysis.ir_queries import first_output, graph_values, node_label, stored, subgraphs
 from layerline.graph.io.opset import raise_opset
 from layerline.graph.quantization import (
     bias_correction,
@@ -54,9 +53,9 @@ class Converted:
         trained: the float model with the weights that training with fake quantisation left, where these are quantised.
     """
 
-    reference: Light
-    model: Light
-    measured: Light
+    reference: ir.Model
+    model: ir.Model
+    measured: ir.Model
     plan: QuantPlan
     ranges: Ranges | None = None
     halved: Mapping[str, int] = field(default_factory=dict)
@@ -64,58 +63,54 @@ class Converted:
     vanished: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     scaled: frozenset[str] = frozenset()
     rounded: Mapping[str, Array | Stored] = field(default_factory=dict)
-    trained: Light | None = None
+    trained: ir.Model | None = None
 
 
-_HALF = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+_HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-def runnable(model: Light) -> Light:
+def runnable(model: ir.Model) -> ir.Model:
     """The model, or what is measured in its place: onnxruntime's CPU kernels lack float4 and bfloat16, and leave out
     the rounding to float16, overflow included."""
     model = own_qdq.emulate(model)
     if not_emulated(model):
         return model
-    for node in model.model.graph.node:
-        if node.op_type == "Cast" and any(attribute.i in _HALF for attribute in node.attribute):
+    for node in model.graph:
+        if node.op_type == "Cast" and node.attributes.get_int("to", 0) in _HALF:
             return mixed_precision.emulate(model)
     return model
 
 
-def not_emulated(model: Light) -> str:
+def not_emulated(model: ir.Model) -> str:
     """Why `runnable` leaves half precision to onnxruntime's own kernels, in words; empty where it does not.
 
     The emulation is made for models that quantize leaves: float32 outside, and no half values in branches and loops.
     """
-    graph = model.model.graph
+    graph = model.graph
     reason = ""
-    if any(io.type.tensor_type.elem_type in _HALF for io in (*graph.input, *graph.output)):
+    if any(value.dtype in _HALF for value in (*graph.inputs, *graph.outputs)):
         reason = "its inputs or outputs are half"
-    for node in graph.node:
-        if any(_computes_in_half(body) for body in bodies(node)):
+    for node in graph:
+        if any(_computes_in_half(body) for body in subgraphs(node)):
             reason = f"the body of {node_label(node)} computes in half"
     if not reason:
         return ""
     return f"{reason}: onnxruntime's own half kernels run it, which leave roundings and overflow out"
 
 
-def _computes_in_half(body: onnx.GraphProto) -> bool:
+def _computes_in_half(body: ir.Graph) -> bool:
     """Whether a value of a body, or of one in it, is half."""
-    if any(tensor.data_type in _HALF for tensor in body.initializer):
-        return True
-    if any(io.type.tensor_type.elem_type in _HALF for io in (*body.input, *body.output, *body.value_info)):
-        return True
-    for node in body.node:
-        for attribute in node.attribute:
-            casts = node.op_type == "Cast" and attribute.name == "to" and attribute.i in _HALF
-            if casts or attribute.t.data_type in _HALF:
-                return True
-        if any(_computes_in_half(inner) for inner in bodies(node)):
+    for graph in (body, *body.subgraphs()):
+        if any(value.dtype in _HALF for value in graph_values(graph)):
+            return True
+        if any(tensor.dtype in _HALF for _, tensor in stored(graph)):
+            return True
+        if any(node.op_type == "Cast" and node.attributes.get_int("to", 0) in _HALF for node in graph):
             return True
     return False
 
 
-def unchanged(model: Light) -> Converted:
+def unchanged(model: ir.Model) -> Converted:
     """The model as it is."""
     return Converted(reference=model, model=model, measured=model, plan=QuantPlan(values=(), kept=()))
 
@@ -138,7 +133,7 @@ class Calibrated:
         notes: sentences for the report.
     """
 
-    model: Light
+    model: ir.Model
     rules: qdq_placement.Rules
     plan: QuantPlan
     ranges: Ranges
@@ -157,10 +152,10 @@ class Calibrated:
             for reader, _ in value.readers:
                 formats[reader] = OF_TYPE[value.dtype]
         return {
-            node.output[0]: formats[node.output[0]]
-            for node in self.model.model.graph.node
+            first_output(node): formats[first_output(node)]
+            for node in self.model.graph
             # A Concat is quantised for the sake of the layer that reads it.
-            if node.output and node.output[0] in formats and node.op_type in set(OPS) - {"Concat"}
+            if first_output(node) in formats and node.op_type in set(OPS) - {"Concat"}
         }
 
     def converted(self, keep: Mapping[str, str], fp8: Collection[str] = ()) -> Converted:
@@ -212,7 +207,7 @@ class Calibrated:
         return dataclasses.replace(self, shifts=shifts if kept else {}, notes=(*self.notes, gain))
 
 
-def with_own_qdq(model: Light, rules: qdq_placement.Rules) -> Converted:
+def with_own_qdq(model: ir.Model, rules: qdq_placement.Rules) -> Converted:
     """A model that brings its own Q/DQ, as it is."""
     note = "the model brings its own Q/DQ: they are kept with their scales, and nothing else is quantised"
     if rules.skip or rules.keep or rules.forced:
@@ -227,7 +222,7 @@ def with_own_qdq(model: Light, rules: qdq_placement.Rules) -> Converted:
 
 
 def calibrate(
-    model: Light,
+    model: ir.Model,
     data: CalibrationData,
     rules: qdq_placement.Rules,
     *,
@@ -269,7 +264,7 @@ class Greatest:
     notes: tuple[str, ...]
 
 
-def greatest_values(reference: Light, data: CalibrationData, probes: Sequence[Feed]) -> Greatest:
+def greatest_values(reference: ir.Model, data: CalibrationData, probes: Sequence[Feed]) -> Greatest:
     """Measures the values of a float model on calibration samples, or on the probes where the task has none."""
     batches: Samples | list[Batch] = [Batch(dict(feed), None, 1) for feed in probes]
     notes: tuple[str, ...] = (f"the task has no samples: overflow was looked for on {len(probes)} probe feeds alone",)

@@ -16,10 +16,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from layerline.backends.light import Model
-from layerline.graph.analysis.ir_queries import dim
-from layerline.graph.io.ir_convert import to_ir
-from layerline.graph.quantization.naming import first_output
+from layerline.graph.analysis.ir_queries import dim, first_output
 from layerline.graph.quantization.targets import WEIGHTED
 from layerline.graph.quantization.weight_sources import weight_of
 
@@ -48,9 +45,9 @@ class CostModel:
         elements: of each value; values that are missing cost nothing.
     """
 
-    def __init__(self, model: Model, elements: Mapping[str, int]) -> None:
+    def __init__(self, model: ir.Model, elements: Mapping[str, int]) -> None:
         self._elements = elements
-        self._layers = {first_output(node): _layer(node, elements) for node in to_ir(model).graph}
+        self._layers = {first_output(node): _layer(node, elements) for node in model.graph}
 
     def cost(self, formats: Mapping[str, str], rest: str = "fp32") -> float:
         """Bytes of a run, with the format of each layer by its first output; the others have the format `rest`."""

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from layerline.backends.base import Feed
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.plan import QuantPlan, QuantValue
 from layerline.calib.scales import LEVELS
@@ -25,6 +24,8 @@ from layerline.graph.analysis.ir_queries import (
     FreshNames,
     add_initializer,
     constant,
+    copied,
+    first_output,
     name_of,
     optional_input,
     rank,
@@ -34,8 +35,6 @@ from layerline.graph.fusion import channel_groups
 from layerline.graph.fusion.affine_ops import outputs_come_first
 from layerline.graph.fusion.channel_groups import Group
 from layerline.graph.fusion.firing import Declined
-from layerline.graph.io.ir_convert import from_ir, to_ir
-from layerline.graph.quantization.naming import first_output
 from layerline.graph.quantization.weight_sources import drop_unread
 from layerline.pipeline.report import RESCALED
 
@@ -73,12 +72,12 @@ class Equalized:
         groups: how many groups of values were changed.
     """
 
-    model: Light
+    model: ir.Model
     scaled: frozenset[str] = frozenset()
     groups: int = 0
 
 
-def equalize(model: Light, plan: QuantPlan, feeds: Iterable[Feed], *, norms: bool) -> Equalized:
+def equalize(model: ir.Model, plan: QuantPlan, feeds: Iterable[Feed], *, norms: bool) -> Equalized:
     """Scales the channels of the values that layers make and layers read.
 
     Args:
@@ -86,7 +85,7 @@ def equalize(model: Light, plan: QuantPlan, feeds: Iterable[Feed], *, norms: boo
         feeds: samples by input name.
         norms: take the groups that begin at normalisations; else those between layers.
     """
-    work = to_ir(model)
+    work = copied(model)
     groups = groups_of(work, norms)
     # int8 alone: float8 has fine steps near 0, so small channels lose nothing there.
     items = {value.name: value for value in plan.values if value.dtype in ("int8", "uint8")}
@@ -102,7 +101,7 @@ def equalize(model: Light, plan: QuantPlan, feeds: Iterable[Feed], *, norms: boo
 
 
 def with_factors(
-    model: Light, work: ir.Model, groups: Iterable[Group], factors_of: Callable[[Group], Numbers | None]
+    model: ir.Model, work: ir.Model, groups: Iterable[Group], factors_of: Callable[[Group], Numbers | None]
 ) -> Equalized:
     """The model with its groups scaled by these factors; as it is where there are none.
 
@@ -121,7 +120,7 @@ def with_factors(
         changed += 1
     if not changed:
         return Equalized(model)
-    return Equalized(from_ir(work), frozenset(scaled), changed)
+    return Equalized(work, frozenset(scaled), changed)
 
 
 def groups_of(work: ir.Model, norms: bool | None) -> list[Group]:
@@ -150,7 +149,7 @@ def _shares_weights(group: Group) -> bool:
     return any(weight is not None and len(weight.uses()) > 1 for weight in weights)
 
 
-def _measured(model: Light, tapped: Sequence[tuple[str, int, int]], feeds: Iterable[Feed]) -> dict[str, Channels]:
+def _measured(model: ir.Model, tapped: Sequence[tuple[str, int, int]], feeds: Iterable[Feed]) -> dict[str, Channels]:
     """The channels of values; each comes with its axis and their number."""
     session = OnnxRuntime(few_runs=True).open(model, [name for name, _, _ in tapped])
     amax = {name: np.zeros(count) for name, _, count in tapped}

@@ -8,18 +8,15 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from layerline.backends.light import Light
-from layerline.graph.analysis.ir_queries import FreshNames, add_initializer, constant
-from layerline.graph.io.ir_convert import from_ir, to_ir
-from layerline.graph.quantization.naming import first_output
+from layerline.graph.analysis.ir_queries import FreshNames, add_initializer, constant, copied, first_output
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of
 
 _LIMIT = 2.0**31 - 1
 
 
-def store(model: Light) -> Light:
+def store(model: ir.Model) -> ir.Model:
     """A copy of a quantised model in which every int8 Conv or Gemm with a stored float bias has an int32 one."""
-    work = to_ir(model)
+    work = copied(model)
     names = FreshNames(work)
     for node in list(work.graph):
         if node.op_type not in ("Conv", "Gemm") or len(node.inputs) < 3:
@@ -34,7 +31,7 @@ def store(model: Light) -> Light:
         # One beyond int32 would wrap around.
         if np.abs(numbers).max(initial=0.0) <= _LIMIT:
             _replace(work.graph, names, node, numbers.astype(np.int32), steps.astype(bias.dtype))
-    return from_ir(work)
+    return work
 
 
 def _scale(value: ir.Value | None) -> npt.NDArray[Any] | None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import onnx_ir as ir
 
 from layerline.calib.plan import Kept
-from layerline.graph.analysis.ir_queries import subgraphs
-from layerline.graph.quantization.naming import first_output, module_of
+from layerline.graph.analysis.ir_queries import first_output, subgraphs
+from layerline.graph.quantization.naming import module_of
 from layerline.graph.quantization.targets import OPS, WEIGHTED, Target
 from layerline.graph.quantization.weight_sources import weight_of
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layerline.backends.light import Model
-from layerline.graph.io.ir_convert import to_ir
-from layerline.graph.quantization.naming import first_output, matching
+import onnx_ir as ir
+
+from layerline.graph.analysis.ir_queries import first_output
+from layerline.graph.quantization.naming import matching
 from layerline.graph.quantization.targets import FORMATS
 
 HALVES = ("fp16", "bf16")
@@ -35,14 +36,13 @@ class LayerFormats:
         return set(self.kept) - set(self.half)
 
 
-def refuse_unknown(model: Model, skip: Sequence[str], layers: Mapping[str, str]) -> None:
+def refuse_unknown(model: ir.Model, skip: Sequence[str], layers: Mapping[str, str]) -> None:
     """Refuses patterns that match nothing in a model, before anything is calibrated."""
-    graph = to_ir(model)
-    matching(graph, skip, field="quantize.skip")
-    matching(graph, [*layers], field="quantize.layers", reads=False)
+    matching(model, skip, field="quantize.skip")
+    matching(model, [*layers], field="quantize.layers", reads=False)
 
 
-def resolve(model: Model, layers: Mapping[str, str]) -> LayerFormats:
+def resolve(model: ir.Model, layers: Mapping[str, str]) -> LayerFormats:
     """Looks the patterns up in a model. Where several match a layer, the last decides.
 
     Args:
@@ -52,10 +52,9 @@ def resolve(model: Model, layers: Mapping[str, str]) -> LayerFormats:
     Raises:
         ConfigError: a pattern matches nothing in this model.
     """
-    graph = to_ir(model)
     decided: dict[str, tuple[str, str]] = {}
     for pattern, wanted in layers.items():
-        for node in matching(graph, [pattern], field="quantize.layers", reads=False):
+        for node in matching(model, [pattern], field="quantize.layers", reads=False):
             decided[first_output(node)] = (wanted, pattern)
     kept: dict[str, str] = {}
     half = set[str]()

@@ -9,15 +9,16 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.calibrators import Calibrator
 from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan
 from layerline.calib.range_candidates import CALIBRATORS
 from layerline.graph.analysis.counted_values import counted
+from layerline.graph.analysis.ir_queries import names
 from layerline.graph.analysis.rounding_noise import drawn
 from layerline.graph.quantization import bias_correction, own_qdq, qdq, range_choice
 from layerline.graph.quantization.qdq_placement import Placement, Rules
@@ -39,7 +40,7 @@ class Tuned:
 
 
 def tuned(
-    model: Light,
+    model: ir.Model,
     rules: Rules,
     placed: Placement,
     histograms: Mapping[str, Histogram],
@@ -108,10 +109,10 @@ class Trials:
         held_out: others; there may be none.
     """
 
-    def __init__(self, model: Light, feeds: Sequence[Feed], held_out: Sequence[Feed]) -> None:
+    def __init__(self, model: ir.Model, feeds: Sequence[Feed], held_out: Sequence[Feed]) -> None:
         self._references = [OutputReference(model, part) for part in (feeds, held_out) if part]
 
-    def decibels(self, model: Light) -> list[float | None]:
+    def decibels(self, model: ir.Model) -> list[float | None]:
         """SQNR in dB of the output that lost most, on each part. The held-out samples are the last."""
         return [reference.least_db(model) for reference in self._references]
 
@@ -134,15 +135,15 @@ def least_gain(before: Sequence[float | None], after: Sequence[float | None]) ->
 class OutputReference:
     """Measures models against the outputs of one reference, which are computed once."""
 
-    def __init__(self, model: Light, feeds: Sequence[Feed]) -> None:
-        random = drawn(model.model)
-        by_numbers = counted(model.model.graph)
-        self.names = [o.name for o in model.model.graph.output if o.name not in {*random, *by_numbers.outputs}]
+    def __init__(self, model: ir.Model, feeds: Sequence[Feed]) -> None:
+        by_numbers = counted(model.graph)
+        left_out = {*drawn(model), *by_numbers.outputs}
+        self.names = [name for name in names(model.graph.outputs) if name not in left_out]
         self.names += [name for name in by_numbers.sources if name not in self.names]
         self.feeds = feeds
         self.exact = self._run(model)
 
-    def least_db(self, model: Light) -> float | None:
+    def least_db(self, model: ir.Model) -> float | None:
         """SQNR in dB of the output that lost most; None where no output holds numbers other than 0."""
         outputs = self._run(model)
         measured: list[float] = []
@@ -170,14 +171,14 @@ class OutputReference:
             error += float(np.square(a[usable].astype(np.float64) - b[usable]).sum())
         return decibels(signal, error) if signal else None
 
-    def _run(self, model: Light) -> list[dict[str, Array]]:
+    def _run(self, model: ir.Model) -> list[dict[str, Array]]:
         session = OnnxRuntime(few_runs=True).open(own_qdq.emulate(model), self.names)
         return [session.run(feed) for feed in self.feeds]
 
 
 def corrected(
-    model: Light,
-    quantized: Light,
+    model: ir.Model,
+    quantized: ir.Model,
     shifts: Mapping[str, npt.NDArray[np.float64]],
     feeds: Sequence[Feed],
     held_out: Sequence[Feed],

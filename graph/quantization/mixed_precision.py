@@ -13,13 +13,11 @@ import numpy as np
 import onnx_ir as ir
 
 from layerline.backends.base import MODULE
-from layerline.backends.light import Light, Model, split
 from layerline.calib.plan import Kept
-from layerline.graph.analysis.ir_queries import FreshNames, constant
+from layerline.graph.analysis.ir_queries import FreshNames, constant, copied, first_output
 from layerline.graph.analysis.shape_inference import infer_types
-from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.io.opset import raise_opset
-from layerline.graph.quantization.naming import first_output, module_of
+from layerline.graph.quantization.naming import module_of
 from layerline.graph.quantization.precision_choice import float32_nodes, half_slots
 from layerline.graph.quantization.weight_sources import drop_unread
 
@@ -40,14 +38,14 @@ class HalfModel:
         vanished: by stored tensor, how many of its numbers became 0 in half, and its size.
     """
 
-    model: Light
+    model: ir.Model
     kept: tuple[Kept, ...]
     nodes: int
     vanished: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def to_half(
-    model: Model,
+    model: ir.Model,
     mode: str,
     *,
     amax: Mapping[str, float] | None = None,
@@ -66,7 +64,7 @@ def to_half(
         only: first outputs of the nodes that may become half; all others stay in float32. None: any node.
     """
     half = TYPES[mode]
-    work = to_ir(raise_opset(model, required_opset(split(model), mode)))
+    work = copied(raise_opset(model, required_opset(model, mode)))
     infer_types(work)
     float32 = float32_nodes(work, half, amax or {}, skip)
     for node in work.graph:
@@ -82,21 +80,21 @@ def to_half(
     conversion.run()
     # A node none of whose inputs can be half only moves or makes integers.
     computing = sum(1 for slots in conversion.slots.values() if slots)
-    return HalfModel(model=from_ir(work), kept=tuple(kept), nodes=computing, vanished=conversion.vanished)
+    return HalfModel(model=work, kept=tuple(kept), nodes=computing, vanished=conversion.vanished)
 
 
-def required_opset(light: Light, mode: str) -> int:
+def required_opset(model: ir.Model, mode: str) -> int:
     """The least opset in which a model can be converted."""
     if mode == "bf16":
         return 22  # convolutions and pools take bfloat16 from opset 22 on
-    if any(n.op_type in ("QuantizeLinear", "DequantizeLinear") for n in light.model.graph.node):
+    if any(n.op_type in ("QuantizeLinear", "DequantizeLinear") for n in model.graph):
         return 19  # the scales of Q/DQ may be half from opset 19 on
     return 13
 
 
-def float_values(model: Model) -> list[str]:
+def float_values(model: ir.Model) -> list[str]:
     """Names of the float32 inputs and computed values of the main graph, in topological order."""
-    work = to_ir(model)
+    work = copied(model)
     infer_types(work)
     values = [*work.graph.inputs]
     for node in work.graph:
@@ -104,13 +102,13 @@ def float_values(model: Model) -> list[str]:
     return [v.name or "" for v in values if v.dtype == _FLOAT and constant(v) is None]
 
 
-def emulate(model: Model) -> Light:
+def emulate(model: ir.Model) -> ir.Model:
     """Rewrites a half-precision model for a runtime without half arithmetic.
 
     Every half value is computed in float32 and then rounded to its type, as hardware with float32 accumulators does.
     The rounded value keeps the name.
     """
-    work = to_ir(model)
+    work = copied(model)
     infer_types(work)
     names = FreshNames(work)
     halves = set(TYPES.values())
@@ -125,7 +123,7 @@ def emulate(model: Model) -> Light:
         to = node.attributes.get("to")
         if node.op_type == "Cast" and to is not None and ir.DataType(to.as_int()) in halves:
             node.attributes["to"] = ir.AttrInt64("to", int(_FLOAT))
-    return from_ir(work)
+    return work
 
 
 def _round(graph: ir.Graph, names: FreshNames, value: ir.Value, half: ir.DataType) -> None:

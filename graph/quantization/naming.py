@@ -12,14 +12,6 @@ from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.nearest import did_you_mean
 
 
-def first_output(node: ir.Node) -> str:
-    """The identity of a node: the name of its first output that has one."""
-    for output in node.outputs:
-        if output.name:
-            return output.name
-    return ""
-
-
 def module_of(node: ir.Node) -> str:
     """The main module path of a node; empty where it belongs to no module."""
     return next(iter(modules(node)), "")

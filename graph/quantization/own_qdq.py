@@ -12,16 +12,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnx_ir as ir
 
-from layerline.backends.light import Light
 from layerline.calib.plan import Kept, QuantPlan, QuantValue, Role
-from layerline.graph.analysis.ir_queries import FreshNames, add_initializer, constant, dim
+from layerline.graph.analysis.ir_queries import FreshNames, add_initializer, constant, copied, dim, first_output
 from layerline.graph.analysis.shape_inference import infer_types
-from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.quantization import dynamic_blocks
-from layerline.graph.quantization.naming import first_output, module_of
+from layerline.graph.quantization.naming import module_of
 from layerline.graph.quantization.qdq_placement import products
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of
 
@@ -30,14 +27,14 @@ _WHY = "the model brings its own Q/DQ here"
 _MOVES = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Identity")
 
 
-def present(model: Light) -> bool:
+def present(model: ir.Model) -> bool:
     """Whether any value of the main graph is quantised already."""
-    return any(n.op_type in ("QuantizeLinear", "DequantizeLinear") and not n.domain for n in model.model.graph.node)
+    return any(n.op_type in ("QuantizeLinear", "DequantizeLinear") and not n.domain for n in model.graph)
 
 
-def read(model: Light) -> QuantPlan:
+def read(model: ir.Model) -> QuantPlan:
     """The plan that the Q/DQ pairs of a model carry out; every matrix product without one is listed as float."""
-    graph = to_ir(model).graph
+    graph = model.graph
     values: list[QuantValue] = []
     readers = set[str]()
     for node in _dequantizers(graph):
@@ -56,13 +53,13 @@ def read(model: Light) -> QuantPlan:
     return QuantPlan(values=tuple(values), kept=kept)
 
 
-def without(model: Light) -> Light:
+def without(model: ir.Model) -> ir.Model:
     """The same model in float, without its pairs.
 
     A weight that the file stores in float has that value; of one that is stored in integers only the values that they
     stand for are left.
     """
-    copy = to_ir(model)
+    copy = copied(model)
     graph = copy.graph
     for node in list(_dequantizers(graph)):
         output, data = node.outputs[0], node.inputs[0]
@@ -74,15 +71,15 @@ def without(model: Light) -> Light:
             value = maker.inputs[0]
         if value is not None:
             _replace(graph, node, value)
-    return from_ir(copy)
+    return copy
 
 
-def emulate(model: Light) -> Light:
+def emulate(model: ir.Model) -> ir.Model:
     """The same model without float4, which onnxruntime lacks: weights are the numbers that they stand for, and blocks
     that are quantised while running are rounded by ordinary operators. What has no float4 is returned as it is."""
-    if all(t.data_type != onnx.TensorProto.FLOAT4E2M1 for t in model.model.graph.initializer):
+    if all(value.dtype != ir.DataType.FLOAT4E2M1 for value in model.graph.initializers.values()):
         return model
-    copy = to_ir(model)
+    copy = copied(model)
     graph = copy.graph
     infer_types(copy)
     names = FreshNames(copy)
@@ -104,7 +101,7 @@ def emulate(model: Light) -> Light:
         value = _as_float(graph, node)
         if value is not None:
             _replace(graph, node, value)
-    return from_ir(copy)
+    return copy
 
 
 def _replace(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:

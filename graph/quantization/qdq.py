@@ -13,25 +13,28 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnx_ir as ir
 
 from layerline.backends.base import MODULE
-from layerline.backends.light import Light, Model, split
 from layerline.calib import assign
 from layerline.calib.calibrators import Calibrator
 from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan, QuantValue
 from layerline.calib.range_candidates import BOUND, bound_of, group_of
 from layerline.calib.scales import Stored, in_blocks, numpy_dtype, quantize
-from layerline.graph.analysis.ir_queries import FreshNames, add_initializer, captures, graph_values
+from layerline.graph.analysis.ir_queries import (
+    FreshNames,
+    add_initializer,
+    captures,
+    copied,
+    first_output,
+    graph_values,
+)
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.analysis.value_ranges import Ranges, greatest
-from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.io.opset import raise_opset
 from layerline.graph.quantization import dynamic_blocks
 from layerline.graph.quantization.channel_axes import channel_axis
-from layerline.graph.quantization.naming import first_output
 from layerline.graph.quantization.qdq_placement import Placement
 from layerline.graph.quantization.targets import FORMATS, OF_TYPE
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of
@@ -41,19 +44,16 @@ from layerline.pipeline.report import decibels
 QUANTIZED, DEQUANTIZED, SCALE, ZERO_POINT = "/quantized", "/dequantized", "/scale", "/zero_point"
 
 
-def required_opset(light: Light, least: int = 13) -> int:
+def required_opset(model: ir.Model, least: int = 13) -> int:
     """The least opset for Q/DQ: 13 has per-channel axes, 19 half-precision scales; `least` that of the formats."""
-    graph = light.model.graph
-    types = {t.data_type for t in graph.initializer}
-    types.update(weight.dtype for weight in light.weights.values())
-    types.update(i.type.tensor_type.elem_type for i in graph.input)
-    if types & {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}:
+    types = {value.dtype for value in (*model.graph.initializers.values(), *model.graph.inputs)}
+    if types & {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}:
         return max(19, least)
     return least
 
 
 def plan(
-    model: Model,
+    model: ir.Model,
     placement: Placement,
     histograms: Mapping[str, Histogram],
     calibrator: Calibrator,
@@ -73,7 +73,7 @@ def plan(
     Raises:
         StageError: calibration observed no finite number of an activation, or weights are not finite.
     """
-    graph = to_ir(model).graph
+    graph = model.graph
     values = {v.name: v for v in graph_values(graph)}
     value_bounds = bounds(graph)
     items: list[QuantValue] = []
@@ -112,14 +112,14 @@ class WeightLoss:
 
 
 def stored_weights(
-    model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any] | Stored]
+    model: ir.Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any] | Stored]
 ) -> dict[tuple[str, str], npt.NDArray[Any]]:
     """What each quantised weight of the float model stands for, in the weight's own type, by name and type.
 
     Args:
         rounded: as `apply` takes it.
     """
-    values = {v.name: v for v in graph_values(to_ir(model).graph)}
+    values = {v.name: v for v in graph_values(model.graph)}
     stored_types = {entry.weight for entry in FORMATS.values()}
     weights: dict[tuple[str, str], npt.NDArray[Any]] = {}
     for item in plan.values:
@@ -136,7 +136,7 @@ def stored_weights(
 
 
 def weight_sqnr(
-    model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any] | Stored]
+    model: ir.Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any] | Stored]
 ) -> dict[tuple[str, str], WeightLoss]:
     """The SQNR of each quantised weight of the float model, by name and type; inf where nothing is lost.
 
@@ -144,7 +144,7 @@ def weight_sqnr(
         rounded: as `apply` takes it.
     """
     weights = stored_weights(model, plan, rounded)
-    values = {v.name: v for v in graph_values(to_ir(model).graph)}
+    values = {v.name: v for v in graph_values(model.graph)}
     losses: dict[tuple[str, str], WeightLoss] = {}
     for item in plan.values:
         array = weight_of(values[item.name]) if (item.name, item.dtype) in weights else None
@@ -190,7 +190,7 @@ def _channel_axis(values: Mapping[str | None, ir.Value], item: QuantValue) -> in
     return channel_axis(node)
 
 
-def apply(model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any] | Stored] | None = None) -> Light:
+def apply(model: ir.Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any] | Stored] | None = None) -> ir.Model:
     """A copy of the float model with the plan's Q/DQ pairs in it.
 
     Args:
@@ -201,7 +201,7 @@ def apply(model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any] 
         StageError: a value, weight or reader that the plan names is not in the model.
     """
     least = max((FORMATS[OF_TYPE[item.dtype]].opset for item in plan.values), default=13)
-    quantized = to_ir(raise_opset(model, required_opset(split(model), least)))
+    quantized = copied(raise_opset(model, required_opset(model, least)))
     infer_types(quantized)
     if least >= 23:
         quantized.ir_version = max(quantized.ir_version, 11)  # the first with float4
@@ -217,7 +217,7 @@ def apply(model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any] 
             dequantized = writer.activation(value, item)
         _rewire(value, item, dequantized)
         drop_unread(value)
-    return from_ir(quantized)
+    return quantized
 
 
 class _Writer:

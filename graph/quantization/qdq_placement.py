@@ -19,14 +19,12 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from layerline.backends.light import Model
 from layerline.calib.plan import Kept, Role, Wanted
-from layerline.graph.analysis.ir_queries import dim, rank
+from layerline.graph.analysis.ir_queries import copied, dim, first_output, rank
 from layerline.graph.analysis.shape_inference import infer_types
-from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.quantization.channel_axes import channel_axis, shared_scales, summed_axis, uneven
 from layerline.graph.quantization.kept_reasons import FUSED, is_activation, listed
-from layerline.graph.quantization.naming import first_output, matching, module_of
+from layerline.graph.quantization.naming import matching, module_of
 from layerline.graph.quantization.targets import FORMATS, OPS, POOLS, TARGETS, WEIGHTED
 from layerline.graph.quantization.weight_sources import weight_of
 from layerline.pipeline.errors import ConfigError, StageError
@@ -89,7 +87,7 @@ class Placement:
         return list(dict.fromkeys(item.name for item in self.wanted if item.role == "activation"))
 
 
-def place(model: Model, rules: Rules | None = None) -> Placement:
+def place(model: ir.Model, rules: Rules | None = None) -> Placement:
     """Applies the rules to a float model.
 
     Raises:
@@ -99,19 +97,15 @@ def place(model: Model, rules: Rules | None = None) -> Placement:
     if rules is None:
         rules = Rules()
     check_ops(rules.ops)
-    graph = to_ir(model)
-    infer_types(graph)
-    return _Placing(graph, rules).run()
+    typed = copied(model)
+    infer_types(typed)
+    return _Placing(typed, rules).run()
 
 
-def products(model: Model) -> list[str]:
+def products(model: ir.Model) -> list[str]:
     """First outputs of all nodes that multiply matrices, subgraphs included: the nodes that int8 speeds up."""
     multiplying = (*WEIGHTED, *_RECURRENT)
-    return [
-        first_output(node)
-        for node in to_ir(model).graph.all_nodes()
-        if node.op_type in multiplying and node.domain == ""
-    ]
+    return [first_output(node) for node in model.graph.all_nodes() if node.op_type in multiplying and node.domain == ""]
 
 
 def check_ops(ops: Sequence[str]) -> None:

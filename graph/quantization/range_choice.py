@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light
 from layerline.calib import range_candidates
 from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan, Wanted
 from layerline.calib.scales import Stored
-from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.quantization import qdq, range_trials
 from layerline.graph.quantization.qdq_placement import Placement, Rules, place
 
@@ -48,7 +47,7 @@ class Chosen:
 
 
 def apart(
-    model: Light, rules: Rules, placed: Placement, histograms: Mapping[str, Histogram]
+    model: ir.Model, rules: Rules, placed: Placement, histograms: Mapping[str, Histogram]
 ) -> tuple[Rules, Placement]:
     """Repeats the placement with measured sizes, so that inputs of a Concat that differ much share no scale."""
     if not any(w.shared for w in placed.wanted):
@@ -58,7 +57,7 @@ def apart(
 
 
 def choose(
-    model: Light,
+    model: ir.Model,
     rules: Rules,
     placed: Placement,
     histograms: Mapping[str, Histogram],
@@ -72,7 +71,7 @@ def choose(
         model: the float model, at an opset that has Q/DQ.
         feeds: samples by input name.
     """
-    bounds = qdq.bounds(to_ir(model).graph)
+    bounds = qdq.bounds(model.graph)
     best: dict[tuple[str, str], tuple[str, float]] = {}
     groups: dict[tuple[str, str], tuple[str, ...]] = {}
     floated: dict[str, float] = {}
@@ -127,7 +126,7 @@ def _greatest(
 
 
 def shifts(
-    model: Light, plan: QuantPlan, feeds: Sequence[Feed], rounded: Mapping[str, Array | Stored] | None = None
+    model: ir.Model, plan: QuantPlan, feeds: Sequence[Feed], rounded: Mapping[str, Array | Stored] | None = None
 ) -> dict[str, npt.NDArray[np.float64]]:
     """The mean error that a plan adds to each output channel of each layer with weights, fed with exact inputs.
 

@@ -12,19 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnx_ir as ir
-from onnx import helper, numpy_helper
 
 from layerline.backends.base import Feed
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.plan import Wanted
 from layerline.calib.range_candidates import Candidates, Error
 from layerline.calib.scales import numpy_dtype, steps_of
-from layerline.graph.analysis.proto_queries import in_order
+from layerline.graph.analysis.assembly import Assembly, in_order
+from layerline.graph.analysis.ir_queries import copied, first_output, names
 from layerline.graph.analysis.shape_inference import infer_types
-from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.quantization.targets import WEIGHTED
 from layerline.graph.quantization.weight_sources import weight_of
 
@@ -44,8 +41,8 @@ class _Case:
 
 
 def measure(
-    model: Light,
-    stored: Light,
+    model: ir.Model,
+    stored: ir.Model,
     wanted: Sequence[Wanted],
     candidates: Candidates,
     feeds: Iterable[Feed],
@@ -89,20 +86,28 @@ def _error(case: _Case, totals: Mapping[str, npt.NDArray[np.float64]]) -> Error:
 class _Trial:
     """Builds the trial graph, one candidate at a time."""
 
-    def __init__(self, model: Light, stored: Light) -> None:
+    def __init__(self, model: ir.Model, stored: ir.Model) -> None:
         self.float = model
-        self.stored = stored
         self.cases: list[_Case] = []
-        self._layers = {n.output[0]: n for n in stored.model.graph.node if n.output}
-        self._measures: list[onnx.NodeProto] = []
-        self._others: list[onnx.NodeProto] = []
+        self._layers = {first_output(node): node for node in stored.graph}
+        self._measures: list[ir.Node] = []
         self._outputs: list[str] = []
-        self._tensors = [
-            numpy_helper.from_array(np.array([0, 0, -1], np.int64), _SPATIAL),
-            numpy_helper.from_array(np.array([0, 2], np.int64), _ROWS),
-            numpy_helper.from_array(np.array([0], np.int64), _FLAT),
-        ]
-        typed = to_ir(model)
+        self._graph = Assembly()
+        self._graph.store(_SPATIAL, np.array([0, 0, -1], np.int64))
+        self._graph.store(_ROWS, np.array([0, 2], np.int64))
+        self._graph.store(_FLAT, np.array([0], np.int64))
+        # The quantised weights come with DequantizeLinear nodes and tensors that the float model has not.
+        computed = set[str]()
+        for node in model.graph:
+            self._graph.copy(node)
+            computed.update(names(node.outputs))
+        for node in stored.graph:
+            if not computed.issuperset(names(node.outputs)):
+                self._graph.copy(node)
+        tensors = {**dict(stored.graph.initializers.tensor_items()), **dict(model.graph.initializers.tensor_items())}
+        for name, tensor in tensors.items():
+            self._graph.store(name, tensor)
+        typed = copied(model)
         infer_types(typed)
         self._types = {v.name: v.dtype for v in typed.graph.inputs}
         self._channels: dict[str | None, int] = {}
@@ -117,19 +122,18 @@ class _Trial:
         readers: dict[str, list[int]] = {}
         for layer, index in item.readers:
             node = self._layers[layer]
-            if node.op_type != "Concat" and len(node.output) == 1:
+            if node.op_type != "Concat" and len(node.outputs) == 1:
                 readers.setdefault(layer, []).append(index)
         if not readers:
             return
         tag, dtype = f"{_PREFIX}{item.name}/{name}", self._types[item.name]
         assert dtype is not None
         scale, zero_point = steps_of(threshold, item.dtype, *ends)
-        self._tensors.append(numpy_helper.from_array(scale.astype(dtype.numpy()).reshape(()), f"{tag}//scale"))
-        zero = np.array(zero_point, numpy_dtype(item.dtype))
-        self._tensors.append(numpy_helper.from_array(zero, f"{tag}//zero"))
+        self._graph.store(f"{tag}//scale", scale.astype(dtype.numpy()).reshape(()))
+        self._graph.store(f"{tag}//zero", np.array(zero_point, numpy_dtype(item.dtype)))
         scales = [f"{tag}//scale", f"{tag}//zero"]
-        self._others.append(helper.make_node("QuantizeLinear", [item.name, *scales], [f"{tag}//q"]))
-        self._others.append(helper.make_node("DequantizeLinear", [f"{tag}//q", *scales], [f"{tag}//dq"]))
+        self._graph.node("QuantizeLinear", [item.name, *scales], f"{tag}//q")
+        self._graph.node("DequantizeLinear", [f"{tag}//q", *scales], f"{tag}//dq")
         for layer, places in readers.items():
             self._layer(f"{tag}/{layer}", f"{tag}//dq", layer, places)
             case = _Case(item.name, name, layer, f"{tag}/{layer}", self._channels[layer])
@@ -137,20 +141,16 @@ class _Trial:
             self.cases.append(case)
 
     def _layer(self, output: str, read: str, layer: str, places: Sequence[int]) -> None:
-        node = onnx.NodeProto()
-        node.CopyFrom(self._layers[layer])
-        node.ClearField("metadata_props")
+        node = self._graph.copy(self._layers[layer], write=lambda _: output)
         node.name = ""
-        node.output[:] = [output]
         for place in places:
-            node.input[place] = read
-        self._others.append(node)
+            node.replace_input_with(place, self._graph.value(read))
 
     def _measure(self, case: _Case) -> None:
         tag, layer = case.tag, case.layer
         exact = self._reference(case)
-        self._others.append(helper.make_node("Cast", [tag], [f"{tag}//float"], to=onnx.TensorProto.FLOAT))
-        self._others.append(helper.make_node("Sub", [f"{tag}//float", exact], [f"{tag}//e"]))
+        self._graph.node("Cast", [tag], f"{tag}//float", to=int(ir.DataType.FLOAT))
+        self._graph.node("Sub", [f"{tag}//float", exact], f"{tag}//e")
         self._reduce("ReduceSumSquare", [f"{tag}//e"], f"{tag}//ee")
         if not case.channels:
             return
@@ -158,9 +158,8 @@ class _Trial:
             shape, axes = _SPATIAL, _ROWS
         else:
             shape, axes = f"{_PREFIX}last{case.channels}", _FLAT
-            if not any(t.name == shape for t in self._tensors):
-                self._tensors.append(numpy_helper.from_array(np.array([-1, case.channels], np.int64), shape))
-        self._others.append(helper.make_node("Reshape", [f"{tag}//e", shape], [f"{tag}//table"]))
+            self._graph.store(shape, np.array([-1, case.channels], np.int64))
+        self._graph.node("Reshape", [f"{tag}//e", shape], f"{tag}//table")
         self._reduce("ReduceSum", [f"{tag}//table", axes], f"{tag}//sums")
 
     def _reference(self, case: _Case) -> str:
@@ -168,34 +167,26 @@ class _Trial:
         exact = f"{_PREFIX}{case.layer}//exact"
         if case.layer not in self._measured_layers:
             self._measured_layers.add(case.layer)
-            self._others.append(helper.make_node("Cast", [case.layer], [exact], to=onnx.TensorProto.FLOAT))
+            self._graph.node("Cast", [case.layer], exact, to=int(ir.DataType.FLOAT))
             self._reduce("ReduceSumSquare", [exact], f"{_PREFIX}{case.layer}//aa")
-            self._measures.append(helper.make_node("Size", [exact], [f"{_PREFIX}{case.layer}//count"]))
+            self._measures.append(self._graph.node("Size", [exact], f"{_PREFIX}{case.layer}//count"))
             self._outputs.append(f"{_PREFIX}{case.layer}//count")
         return exact
 
     def _reduce(self, op: str, inputs: Sequence[str], output: str) -> None:
-        self._measures.append(helper.make_node(op, inputs, [output], keepdims=0))
+        self._measures.append(self._graph.node(op, inputs, output, keepdims=0))
         self._outputs.append(output)
 
-    def model(self) -> Light:
-        source = self.float.model
-        quantized = self.stored.model.graph
-        # The quantised weights come with DequantizeLinear nodes and tensors that the float model has not.
-        computed = set[str]()
-        for node in source.graph.node:
-            computed.update(node.output)
-        weight_nodes = [n for n in quantized.node if not computed.issuperset(n.output)]
-        stored_names = {t.name for t in source.graph.initializer}
-        weight_tensors = [t for t in quantized.initializer if t.name not in stored_names]
-        tensors = [*source.graph.initializer, *weight_tensors, *self._tensors]
-        nodes = in_order(self._measures, [*source.graph.node, *weight_nodes, *self._others])
-        outputs = [helper.make_empty_tensor_value_info(o) for o in self._outputs]
-        graph = helper.make_graph(nodes, "trials", list(source.graph.input), outputs, tensors)
-        graph.sparse_initializer.extend(source.graph.sparse_initializer)
-        model = helper.make_model(graph, opset_imports=list(source.opset_import), ir_version=source.ir_version)
-        model.functions.extend(source.functions)
-        return Light(model, {**self.stored.weights, **self.float.weights})
+    def model(self) -> ir.Model:
+        source = self.float
+        return self._graph.model(
+            in_order(self._measures),
+            source.graph.inputs,
+            self._outputs,
+            opsets=source.opset_imports,
+            ir_version=source.ir_version,
+            functions=source.functions.values(),
+        )
 
 
 def _channels(node: ir.Node) -> int:

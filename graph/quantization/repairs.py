@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import onnx_ir as ir
+
 from layerline.backends.base import Feed
-from layerline.backends.light import Light
 from layerline.graph.quantization import awq, equalization, rounding
 from layerline.graph.quantization.convert import Calibrated
 from layerline.graph.quantization.measured_plan import OutputReference
@@ -31,7 +32,7 @@ class Repairer:
         samples: an iterator over the calibration samples that are not held out; each call starts at the first one.
     """
 
-    calibrate: Callable[[Light], Calibrated]
+    calibrate: Callable[[ir.Model], Calibrated]
     samples: Callable[[], Iterable[Feed]]
 
     def apply(self, name: Repair, calibrated: Calibrated) -> tuple[Calibrated, str]:

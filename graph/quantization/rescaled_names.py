@@ -7,9 +7,9 @@ values.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
-import onnx
+import onnx_ir as ir
 
 from layerline.calib.plan import Kept, QuantPlan, QuantValue
 from layerline.graph.quantization.convert import Converted
@@ -25,7 +25,7 @@ def apply(converted: Converted) -> Converted:
     models = [converted.reference, converted.model, converted.measured]
     if converted.trained is not None:
         models.append(converted.trained)
-    for model in {id(light.model): light.model for light in models}.values():
+    for model in {id(model): model for model in models}.values():
         _rename(model.graph, names)
     values: list[QuantValue] = []
     for value in converted.plan.values:
@@ -48,16 +48,8 @@ def _new(name: str, names: Collection[str]) -> str:
     return name
 
 
-def _rename(graph: onnx.GraphProto, names: Collection[str]) -> None:
-    for node in graph.node:
-        _replace(node.input, names)
-        _replace(node.output, names)
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                _rename(body, names)
-    for info in graph.value_info:
-        info.name = _new(info.name, names)
-
-
-def _replace(field: Iterable[str], names: Collection[str]) -> None:
-    field[:] = [_new(name, names) for name in field]  # type: ignore[index]
+def _rename(graph: ir.Graph, names: Collection[str]) -> None:
+    for node in graph.all_nodes():
+        for value in node.outputs:
+            if value.name:
+                value.name = _new(value.name, names)

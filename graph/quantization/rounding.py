@@ -20,16 +20,13 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.histogram import shortest
 from layerline.calib.plan import QuantPlan, QuantValue
 from layerline.calib.scales import LEVELS, Stored, in_blocks
-from layerline.graph.analysis.ir_queries import constant
+from layerline.graph.analysis.ir_queries import constant, copied, first_output
 from layerline.graph.fusion.affine_ops import outputs_come_first
-from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.quantization import gptq, qdq
-from layerline.graph.quantization.naming import first_output
 from layerline.graph.quantization.weight_sources import weight_of
 
 Numbers = npt.NDArray[np.float32]
@@ -100,7 +97,7 @@ class RoundedWeights:
 
 
 def rounded(
-    model: Light,
+    model: ir.Model,
     plan: QuantPlan,
     feeds: Callable[[], Iterable[Feed]],
     held_out: Sequence[Feed] = (),
@@ -148,7 +145,7 @@ def rounded(
     return RoundedWeights(arrays, entries)
 
 
-def _worse(model: Light, solved: Mapping[Layer, Numbers], held_out: Sequence[Feed]) -> set[Layer]:
+def _worse(model: ir.Model, solved: Mapping[Layer, Numbers], held_out: Sequence[Feed]) -> set[Layer]:
     """The layers whose outputs on held-out samples are nearer to the float ones with the nearest steps."""
     differences: dict[Layer, tuple[Numbers, Numbers]] = {}
     for layer, chosen in solved.items():
@@ -169,9 +166,9 @@ def _worse(model: Light, solved: Mapping[Layer, Numbers], held_out: Sequence[Fee
     return {layer for layer, (nearest_error, chosen_error) in errors.items() if nearest_error < chosen_error}
 
 
-def layers_of(model: Light, plan: QuantPlan, *, blocks: bool) -> list[Layer]:
+def layers_of(model: ir.Model, plan: QuantPlan, *, blocks: bool) -> list[Layer]:
     """The layers whose int8 weight, or weight in blocks, can be rounded by what calibration feeds them."""
-    work = to_ir(model)
+    work = copied(model)
     nodes = {first_output(node): node for node in work.graph}
     activations: dict[tuple[str, int], QuantValue] = {}
     for item in plan.values:
@@ -218,7 +215,7 @@ def _passes(layers: list[Layer]) -> Iterator[list[Layer]]:
         yield batch
 
 
-def _moments(model: Light, layers: list[Layer], feeds: Iterable[Feed]) -> dict[str, tuple[Numbers, int]]:
+def _moments(model: ir.Model, layers: list[Layer], feeds: Iterable[Feed]) -> dict[str, tuple[Numbers, int]]:
     """By weight: the sum of x xᵀ over rows of what the layer reads, (groups, inputs, inputs), and how many rows."""
     moments: dict[str, tuple[Numbers, int]] = {}
     for layer, rows in _inputs(model, layers, feeds):
@@ -230,7 +227,7 @@ def _moments(model: Light, layers: list[Layer], feeds: Iterable[Feed]) -> dict[s
     return moments
 
 
-def _inputs(model: Light, layers: Sequence[Layer], feeds: Iterable[Feed]) -> Iterator[tuple[Layer, Numbers]]:
+def _inputs(model: ir.Model, layers: Sequence[Layer], feeds: Iterable[Feed]) -> Iterator[tuple[Layer, Numbers]]:
     """For each feed and layer: what the layer multiplies its weights with, as it is quantised."""
     for layer, data in values_read(model, layers, feeds):
         if layer.activation is not None:
@@ -238,7 +235,7 @@ def _inputs(model: Light, layers: Sequence[Layer], feeds: Iterable[Feed]) -> Ite
         yield layer, _windows(layer, data)
 
 
-def values_read(model: Light, layers: Sequence[Layer], feeds: Iterable[Feed]) -> Iterator[tuple[Layer, Numbers]]:
+def values_read(model: ir.Model, layers: Sequence[Layer], feeds: Iterable[Feed]) -> Iterator[tuple[Layer, Numbers]]:
     """What each layer reads, for each feed."""
     session = OnnxRuntime(few_runs=True).open(model, list(dict.fromkeys(layer.source for layer in layers)))
     for feed in feeds:

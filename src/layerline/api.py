@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import onnx
+import onnx_ir as ir
 
 from layerline import backends
 from layerline.backends.base import Feed, Session
-from layerline.backends.light import Light
 from layerline.calib import collect
 from layerline.calib.plan import QuantPlan
 from layerline.calib.samples import Batch
@@ -26,6 +26,7 @@ from layerline.graph.fusion import fuse as fusing
 from layerline.graph.fusion import fuse as fusion
 from layerline.graph.io import onnx_files
 from layerline.graph.io.canonicalize import prepare
+from layerline.graph.io.ir_convert import as_ir
 from layerline.graph.io.opset import raise_opset
 from layerline.graph.quantization import calibration_data, measured_plan, qdq, qdq_placement, targets
 from layerline.pipeline.errors import StageError
@@ -137,7 +138,7 @@ def fuse(model: Model, feeds: Feeds, *, rules: Mapping[str, bool] | None = None)
     prepared, notes = prepare(_read(model))
     fused = fusing.fuse(prepared, feeds, rules=chosen)
     return FusedModel(
-        model=fused.light.whole(),
+        model=ir.to_proto(fused.model),
         rewrites=tuple((p.firing.site.rule, p.firing.site.value) for p in fused.proofs),
         undone=tuple((p.firing.site.rule, p.firing.site.value) for p in fused.undone),
         notes=(*notes, *fused.notes),
@@ -180,14 +181,14 @@ def quantize(
     tuned = measured_plan.tuned(
         light, rules, placed, ranges.histograms, feeds, calibrator=calibrator, percentile=percentile
     )
-    quantized = qdq.apply(light, tuned.plan).whole()
+    quantized = ir.to_proto(qdq.apply(light, tuned.plan))
     return QuantizedModel(model=quantized, plan=tuned.plan, notes=(*notes, *ranges.notes, *tuned.notes))
 
 
-def _read(model: Model) -> Light | onnx.ModelProto:
+def _read(model: Model) -> ir.Model:
     if isinstance(model, onnx.ModelProto):
-        return model
-    return onnx_files.parts(Path(model))
+        return as_ir(model)
+    return onnx_files.read_model(Path(model))
 
 
 def _rows(feed: Mapping[str, npt.NDArray[Any]]) -> int:

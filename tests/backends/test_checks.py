@@ -9,11 +9,12 @@ from onnx import TensorProto
 
 from layerline.backends.base import SOURCE
 from layerline.backends.tensorrt import checks
-from layerline.backends.tensorrt.checks import examine, suspects
-from layerline.graph.analysis.refusals import Refusal, inferred, refuse_training
+from layerline.backends.tensorrt.checks import examine, inferred, suspects
+from layerline.graph.analysis.refusals import Refusal, refuse_training
 from layerline.pipeline.errors import StageError
 from tests.backends import models
 from tests.backends.models import BOOL, I64, U8, WEIGHT, F, graph, model, node
+from tests.forms import as_ir
 
 F16, F64, I8, I32 = TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.INT8, TensorProto.INT32
 LACKING = [getattr(TensorProto, n) for n in ("INT16", "UINT16", "UINT32", "UINT64", "STRING", "COMPLEX64")]
@@ -421,6 +422,6 @@ def dropout(*, stored: bool | None) -> onnx.ModelProto:
 )
 def test_a_dropout_of_a_file_names_its_switch(stored: bool | None, told: str) -> None:
     with pytest.raises(StageError, match="Dropout is in training mode") as error:
-        refuse_training(dropout(stored=stored))
+        refuse_training(as_ir(dropout(stored=stored)))
     assert told in error.value.hint and "node drop" in error.value.where
-    refuse_training(dropout(stored=False))
+    refuse_training(as_ir(dropout(stored=False)))

@@ -16,6 +16,7 @@ from onnx import helper, numpy_helper
 from layerline.backends import light, onnxruntime
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.io import onnx_files
+from tests.forms import proto
 
 
 def _model(dtype: str) -> onnx.ModelProto:
@@ -42,7 +43,7 @@ def test_only_weights_travel_apart() -> None:
     model = _model("float32")
     model.graph.initializer.append(numpy_helper.from_array(np.ones(3, "f"), "small"))
     apart = light.split(model)
-    assert list(apart.weights) == ["w"] and [t.name for t in apart.model.graph.initializer] == ["small"]
+    assert list(apart.weights) == ["w"] and [t.name for t in proto(apart.model).graph.initializer] == ["small"]
     apart.model.graph.ClearField("initializer")
     bare = onnx.ModelProto()
     bare.CopyFrom(model)

@@ -13,6 +13,7 @@ from layerline.compare.compare_models import compare
 from layerline.compare.tensor_distance import diff_arrays
 from layerline.compare.value_pairs import why_two_sessions
 from layerline.pipeline.errors import StageError
+from tests.forms import as_ir
 
 RNG = np.random.default_rng(0)
 
@@ -57,7 +58,7 @@ def test_rows_follow_the_reference_and_carry_its_shapes_and_types() -> None:
 def test_one_graph_and_two_sessions_measure_what_numpy_does(opset: int, isolated: bool) -> None:
     data = feeds()
     a, b = linear(), linear(1e-3, opset)
-    assert (why_two_sessions(a, b) is None) == (opset == 20)
+    assert (why_two_sessions(as_ir(a), as_ir(b)) is None) == (opset == 20)
     rows = {r.name: r for r in compare(a, b, data, isolated=isolated)}
     ha = np.concatenate([f["x"] @ W for f in data])
     hb = np.concatenate([f["x"] @ (W + np.float32(1e-3)) for f in data])

@@ -14,6 +14,7 @@ from layerline.compare.compare_models import compare
 from layerline.compare.output_effects import effects, gains
 from layerline.graph.quantization import qdq
 from layerline.graph.quantization.qdq_placement import place
+from tests.forms import as_ir
 from tests.stages.test_quantize import model
 
 RNG = np.random.default_rng(5)
@@ -31,11 +32,11 @@ def test_the_effect_is_the_error_of_the_outputs_with_the_layer_quantised_alone(b
     net = model(
         f"g (float[n, 8] x) => (float[n, 8] y{', float[n, 8] r' if body == TWO_OUTPUTS else ''}) {{ {body} }}", **W
     )
-    plan = qdq.plan(net, place(net), ranges(net), "minmax")
-    shares = effects(net, qdq.apply(net, plan), [{"x": X}], ["y", "b", "a"])
+    plan = qdq.plan(as_ir(net), place(as_ir(net)), ranges(net), "minmax")
+    shares = effects(net, qdq.apply(as_ir(net), plan), [{"x": X}], ["y", "b", "a"])
     assert list(shares) == ["y", "b", "a"]
     for layer, share in shares.items():
-        rows = compare(net, qdq.apply(net, only(plan, layer)), [{"x": X}], pairs={})
+        rows = compare(net, qdq.apply(as_ir(net), only(plan, layer)), [{"x": X}], pairs={})
         assert share == pytest.approx(sum(row.rel_l2**2 for row in rows), rel=1e-6), layer
 
 
@@ -45,15 +46,15 @@ def test_the_gain_is_that_of_the_outputs_with_this_layer_alone_left_float(body, 
     monkeypatch.setattr(output_effects, "_NODES", nodes)
     outputs = f"float[n, 8] y{', float[n, 8] r' if body == TWO_OUTPUTS else ''}"
     net = model(f"g (float[n, 8] x) => ({outputs}) {{ {body} }}", **W)
-    plan = qdq.plan(net, place(net), ranges(net), "minmax")
+    plan = qdq.plan(as_ir(net), place(as_ir(net)), ranges(net), "minmax")
 
     def noise(left_float):
         values = [replace(v, readers=tuple(r for r in v.readers if r[0] != left_float)) for v in plan.values]
         without = QuantPlan(values=tuple(v for v in values if v.readers), kept=())
-        rows = compare(net, qdq.apply(net, without), [{"x": X}], pairs={})
+        rows = compare(net, qdq.apply(as_ir(net), without), [{"x": X}], pairs={})
         return sum(row.rel_l2**2 for row in rows)
 
-    by_layer = gains(net, qdq.apply(net, plan), [{"x": X}], ["y", "b", "a"])
+    by_layer = gains(net, qdq.apply(as_ir(net), plan), [{"x": X}], ["y", "b", "a"])
     assert list(by_layer) == ["y", "b", "a"]
     for layer, gain in by_layer.items():
         assert gain == pytest.approx(10 * math.log10(noise("") / noise(layer)), abs=1e-4), layer
@@ -93,14 +94,14 @@ def test_outputs_of_two_types_are_compared():
 
 def test_outputs_that_numpy_measures_are_handed_over_for_few_layers_at_a_time(monkeypatch):
     net = model(f"g (float[n, 8] x) => (float[n, 8] y) {{ {CHAIN} }}", **W)
-    quantized = qdq.apply(net, qdq.plan(net, place(net), ranges(net), "minmax"))
+    quantized = qdq.apply(as_ir(net), qdq.plan(as_ir(net), place(as_ir(net)), ranges(net), "minmax"))
     expected = effects(net, quantized, [{"x": X}], ["y", "b", "a"])
     handed_over = []
     graph = output_effects.effects_graph
 
     def counted(*arguments, **options):
         made = graph(*arguments, **options)
-        handed_over.append(sum(output.name.endswith("/b") for output in made.model.graph.output))
+        handed_over.append(sum(output.name.endswith("/b") for output in made.graph.outputs))
         return made
 
     monkeypatch.setattr(output_effects, "effects_graph", counted)

@@ -17,6 +17,7 @@ from layerline.parity.parity import Parity, parity
 from layerline.parity.value_verdicts import Within
 from layerline.pipeline.report import LayerDiff, Report
 from tests.export.nets import Forward, exported, probe
+from tests.forms import as_ir, proto
 from tests.parity.test_parity import Exported, add_after
 
 NEXT = np.float32(1 + 2.0**-23)
@@ -51,10 +52,9 @@ def every() -> Exported:
 def changed(net: Exported, change: Callable[[onnx.ModelProto], None], rule: Within | None = None) -> Parity:
     """Parity with the ONNX changed."""
     call, _, traced = net
-    model = onnx.ModelProto()
-    model.CopyFrom(traced.model)
+    model = proto(traced.model)
     change(model)
-    return parity(replace(traced, model=model), [probe(call)], rule)
+    return parity(replace(traced, model=as_ir(model)), [probe(call)], rule)
 
 
 def times(factor: float) -> Callable[[onnx.ModelProto], None]:
@@ -105,7 +105,7 @@ def test_another_operator_is_an_error(every: Exported, step: str, wrong: str) ->
 
 def test_the_inputs_themselves_have_no_noise() -> None:
     call, _, traced = exported(Forward(lambda x: x > 1.0), (torch.tensor([[1.0, 2.0]]),))
-    traced.model.graph.node[-1].op_type = "GreaterOrEqual"
+    traced.model.graph[-1].op_type = "GreaterOrEqual"
     found = parity(traced, [probe(call)])
     assert not found.rows[-1].passed and not found.gates[0].passed
 
@@ -128,7 +128,7 @@ def test_a_moved_index_is_named_where_what_is_read_there_differs() -> None:
         helper.make_node("Add", ["best", "two"], ["beside"]),
         helper.make_node("GatherElements", ["table", "beside"], ["read"], axis=1),
     ]
-    graph = helper.make_graph(nodes, "g", [], [])
+    graph = as_ir(helper.make_model(helper.make_graph(nodes, "g", [], []))).graph
     rows = [
         LayerDiff(name="scores", op="Mul", max_abs=1e-7, rel_l2=1e-7, tolerance=1e-6),
         LayerDiff(name="best", op="ArgMax", max_abs=2e-7, rel_l2=1e-7, judged="max_abs", tolerance=1e-6),
@@ -149,7 +149,7 @@ def test_what_a_value_is_computed_from() -> None:
         helper.make_node("Add", ["a", "b"], ["y"]),
         helper.make_node("Relu", ["x"], ["b"]),
     ]
-    graph = helper.make_graph([nodes[0], nodes[2], nodes[1]], "g", [], [])
+    graph = as_ir(helper.make_model(helper.make_graph([nodes[0], nodes[2], nodes[1]], "g", [], []))).graph
     assert behind(graph, "y", ["a", "x", "y"]) == ["a", "x"]
     assert behind(graph, "a", ["b"]) == []
 
@@ -160,7 +160,7 @@ def test_a_branch_is_computed_from_what_it_captures() -> None:
         helper.make_node("Round", ["x"], ["j"]),
         helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch),
     ]
-    assert behind(helper.make_graph(nodes, "g", [], []), "y", ["j", "o"]) == ["j"]
+    assert behind(as_ir(helper.make_model(helper.make_graph(nodes, "g", [], []))).graph, "y", ["j", "o"]) == ["j"]
 
 
 def test_only_what_jumps_is_a_step() -> None:
@@ -173,7 +173,7 @@ def test_only_what_jumps_is_a_step() -> None:
         helper.make_node("Add", ["again", "x"], ["sum"]),
     ]
     one = onnx.numpy_helper.from_array(np.float32(1), "one")
-    found = steps(helper.make_graph(nodes, "g", [], [], [one]))
+    found = steps(as_ir(helper.make_model(helper.make_graph(nodes, "g", [], [], [one]))).graph)
     assert [*found.by_value] == ["whole", "more", "again", "flat"]
     assert found.operands("flat") == {"again", "more", "x", "one"}
     assert found.constants.keys() == {"one"}

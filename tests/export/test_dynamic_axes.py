@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 import pytest
 from onnx import parser
 
 from layerline.export.dynamic_axes import Axes, declare, settle, write
 from layerline.pipeline.config.field_types import Axis
 from layerline.pipeline.errors import ConfigError, StageError
+from tests.forms import as_ir
 
 FEED = {"x": np.zeros((2, 3, 8)), "y": np.zeros((2, 5)), "n": np.array(3)}
 
@@ -71,33 +73,30 @@ def test_mistakes_are_named(declared: dict[str, Any], told: str, hint: str) -> N
     assert hint in error.value.hint
 
 
-def graph(inputs: str, outputs: str) -> onnx.ModelProto:
-    return parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 20]> g ({inputs}) => ({outputs}) {{ o = Relu(x) }}'
-    )
+def graph(inputs: str, outputs: str) -> ir.Model:
+    text = f'<ir_version: 10, opset_import: ["" : 20]> g ({inputs}) => ({outputs}) {{ o = Relu(x) }}'
+    return as_ir(parser.parse_model(text))
 
 
-def shapes(items: Any) -> list[list[int | str]]:
-    return [[d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in items]
+def shapes(values: Sequence[ir.Value]) -> list[list[int | str]]:
+    return [[size if isinstance(size, int) else size.value for size in value.shape] for value in values]
 
 
 def test_symbols_get_their_declared_names_everywhere() -> None:
     model = graph("float[s77, 3, s0] x, float[s5, 5] y", "float[n] o")
-    del model.graph.output[0].type.tensor_type.shape.dim[:]
-    for text in ("s77", "(s0//2)", "s77*s0", "5"):
-        model.graph.output[0].type.tensor_type.shape.dim.add(dim_param=text)
+    model.graph.outputs[0].shape = ir.Shape(["s77", "(s0//2)", "s77*s0", "5"])
     write(model, axes(x={0: "batch", 2: "w"}, y={0: "batch"}))
-    assert shapes(model.graph.input) == [["batch", 3, "w"], ["batch", 5]]
-    assert shapes(model.graph.output) == [["batch", "(w//2)", "batch*w", 5]]
+    assert shapes(model.graph.inputs) == [["batch", 3, "w"], ["batch", 5]]
+    assert shapes(model.graph.outputs) == [["batch", "(w//2)", "batch*w", 5]]
 
 
 def test_multiples_name_the_step_too() -> None:
     model = graph("float[n, 3, w] x", "float[n, w] o")
-    model.graph.input[0].type.tensor_type.shape.dim[2].dim_param = "8*_w"
-    model.graph.output[0].type.tensor_type.shape.dim[1].dim_param = "_w"
+    model.graph.inputs[0].shape = ir.Shape(["n", 3, "8*_w"])
+    model.graph.outputs[0].shape = ir.Shape(["n", "_w"])
     write(model, axes(x={2: Axis(name="w", multiple=8)}))
-    assert shapes(model.graph.input) == [["n", 3, "w"]]
-    assert shapes(model.graph.output) == [["n", "w//8"]]
+    assert shapes(model.graph.inputs) == [["n", 3, "w"]]
+    assert shapes(model.graph.outputs) == [["n", "w//8"]]
 
 
 @pytest.mark.parametrize("size", ["2", "'2'"])
@@ -105,7 +104,7 @@ def test_an_axis_that_came_out_fixed_is_an_error(size: str) -> None:
     """T02: declared, and still static in the result."""
     model = graph("float[2, 3, 8] x", "float[2] o")
     if size == "'2'":
-        model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "2"
+        model.graph.inputs[0].shape = ir.Shape(["2", 3, 8])
     with pytest.raises(StageError, match=r"fixed at 2") as error:
         write(model, axes(x={0: "batch"}))
     assert error.value.where == "input x, axis 0"
@@ -121,4 +120,4 @@ def test_outputs_are_corrected_by_what_they_were() -> None:
     known = axes(x={0: "n", 2: "w"})
     runs = [({"x": np.zeros((n, 3, w))}, {"o": np.zeros((n, 3, w // 2, n))}) for n, w in ((2, 8), (5, 8), (2, 12))]
     settle(model, known, runs)
-    assert shapes(model.graph.output) == [["n", 3, "o_2", "n"]]
+    assert shapes(model.graph.outputs) == [["n", 3, "o_2", "n"]]

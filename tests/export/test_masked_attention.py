@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.export.torch_export import trace
 from tests.export.nets import Forward, exported
+from tests.forms import proto
 
 Q = torch.randn(2, 2, 4, 8, generator=torch.Generator().manual_seed(0))
 SEEN = torch.ones(2, 1, 4, 4, dtype=torch.bool).tril()
@@ -34,7 +35,7 @@ def test_hidden_rows_are_0_though_the_example_had_none(kind: str, opset: int) ->
 
     call, axes, _ = exported(Forward(_attend), (Q, given(SEEN)))
     traced = trace(call, axes, opset, Path(__file__).parent)
-    session = OnnxRuntime().open(traced.light)
+    session = OnnxRuntime().open(traced.model)
     for mask in (SEEN, HIDDEN):
         expected = _attend(Q, given(mask)).numpy()
         (found,) = session.run({"args_0": Q.numpy(), "args_1": given(mask).numpy()}).values()
@@ -47,7 +48,7 @@ def test_the_result_keeps_its_name_and_one_mask_is_looked_at_once() -> None:
         return _attend(_attend(q, mask), mask) + 1
 
     _, _, traced = exported(Forward(twice), (Q, SEEN))
-    graph = traced.model.graph
+    graph = proto(traced.model).graph
     assert [n.op_type for n in graph.node].count("ReduceMax") == 1
     makers = {o: n.op_type for n in graph.node for o in n.output}
     assert makers["scaled_dot_product_attention"] == makers["scaled_dot_product_attention_1"] == "Where"

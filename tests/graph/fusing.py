@@ -9,10 +9,12 @@ import numpy as np
 import onnx
 from onnx import numpy_helper, parser
 
+from layerline.backends.light import Model
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.fusion.fuse import Fused, fuse, select
 from layerline.graph.fusion.rule import Rule
 from layerline.graph.fusion.rules import RULES
+from tests.forms import proto
 
 Feed = dict[str, Any]
 
@@ -24,9 +26,9 @@ def parse(signature: str, body: str, opset: int = 17, **tensors: Any) -> onnx.Mo
     return model
 
 
-def run(model: onnx.ModelProto, feed: Feed) -> dict[str, Any]:
+def run(model: Model, feed: Feed) -> dict[str, Any]:
     """The model's outputs as written, without the runtime's own optimisations."""
-    return OnnxRuntime().open(model.SerializeToString()).run(feed)
+    return OnnxRuntime().open(proto(model).SerializeToString()).run(feed)
 
 
 def only(*names: str) -> tuple[Rule, ...]:
@@ -39,11 +41,11 @@ def prove(
 ) -> Fused:
     """Fuses, and insists on what always holds: same outputs by the same names, every proof passed, a valid model."""
     done = fuse(model, feeds, rules=rules, **options)
-    assert [o.name for o in done.model.graph.output] == [o.name for o in model.graph.output]
+    assert [o.name for o in proto(done.model).graph.output] == [o.name for o in model.graph.output]
     assert undone or not done.undone, done.undone
     assert all(p.passed for p in done.proofs)
     if valid(model) and not any("shape check" in note for note in done.notes):
-        onnx.checker.check_model(done.model, full_check=True)
+        onnx.checker.check_model(proto(done.model), full_check=True)
     for feed in feeds:
         before, after = run(model, feed), run(done.model, feed)
         for name, value in before.items():
@@ -72,9 +74,9 @@ def reason(done: Fused, rule: str) -> str:
     return next(reason for site, reason in done.declines.items() if site.rule == rule)
 
 
-def ops(model: onnx.ModelProto) -> list[str]:
+def ops(model: Model) -> list[str]:
     """Operators of the main graph in order."""
-    return [n.op_type for n in model.graph.node]
+    return [n.op_type for n in proto(model).graph.node]
 
 
 def normal(*shape: int, seed: int = 0, dtype: Any = np.float32) -> Any:

@@ -5,6 +5,7 @@ import pytest
 
 from layerline.graph.quantization import bias_correction, qdq, range_choice
 from layerline.graph.quantization.qdq_placement import Rules, place
+from tests.forms import as_ir, proto
 from tests.graph import test_qdq
 from tests.graph.test_qdq import f32, model, run
 from tests.graph.test_range_choice import setup
@@ -35,12 +36,12 @@ def test_no_channel_is_off_on_average_any_more(call, x_shape, w_shape, b_shape, 
     # Often enough that the mean is certain.
     corrected, count = bias_correction.correct(quantized, range_choice.shifts(light, plan, [feed] * 500))
     assert count == 1
-    [want], [before], [after] = (run(m.whole(), x) for m in (light, quantized, corrected))
+    [want], [before], [after] = (run(proto(m), x) for m in (light, quantized, corrected))
     others = tuple(i for i in range(want.ndim) if i != axis)
     assert np.abs((before - want).mean(axis=others)).max() > 0.2
     assert np.abs((after - want).mean(axis=others)).max() < 0.03
     assert np.linalg.norm(after - want) < np.linalg.norm(before - want)
-    assert [n.op_type for n in corrected.model.graph.node] == [n.op_type for n in quantized.model.graph.node]
+    assert [n.op_type for n in proto(corrected).graph.node] == [n.op_type for n in proto(quantized).graph.node]
 
 
 def test_a_value_of_two_formats_is_corrected_in_the_layers_of_both():
@@ -55,7 +56,7 @@ def test_a_value_of_two_formats_is_corrected_in_the_layers_of_both():
     quantized = qdq.apply(light, plan)
     corrected, count = bias_correction.correct(quantized, shifts)
     assert count == 2
-    results = zip("yz", *(run(m.whole(), x) for m in (light, quantized, corrected)), strict=True)
+    results = zip("yz", *(run(proto(m), x) for m in (light, quantized, corrected)), strict=True)
     for name, exact, before, after in results:
         assert np.abs((before - exact).mean(axis=0)).max() > 0.1
         np.testing.assert_allclose(shifts[name], (before - exact).mean(axis=0), atol=1e-3)
@@ -65,22 +66,20 @@ def test_a_value_of_two_formats_is_corrected_in_the_layers_of_both():
 def test_a_product_without_a_bias_and_a_shared_bias_of_others_stay_as_they_are():
     net = model("g (float[n, 4] x) => (float[n, 4] y, float[n, 4] z) { y = MatMul (x, w) u = Add (x, b) z = Relu (u) }",
                 w=f32(4, 4), b=f32(4))  # fmt: skip
-    from layerline.backends.light import split
 
-    corrected, count = bias_correction.correct(split(net), {"y": np.ones(4), "u": np.ones(4)})
+    corrected, count = bias_correction.correct(as_ir(net), {"y": np.ones(4), "u": np.ones(4)})
     assert count == 0
     x = f32(3, 4)
-    for got, want in zip(run(corrected.whole(), x), run(net, x), strict=True):
+    for got, want in zip(run(proto(corrected), x), run(net, x), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
 def test_a_bias_that_two_layers_share_is_corrected_for_each_alone():
     net = model("g (float[n, 4] x) => (float[n, 4] y, float[n, 4] z) { y = Gemm (x, w, b) z = Gemm (y, w, b) }",
                 w=f32(4, 4), b=f32(4))  # fmt: skip
-    from layerline.backends.light import split
 
-    corrected, count = bias_correction.correct(split(net), {"y": np.full(4, 2.0)})
+    corrected, count = bias_correction.correct(as_ir(net), {"y": np.full(4, 2.0)})
     assert count == 1
     x = f32(3, 4)
-    np.testing.assert_allclose(run(corrected.whole(), x)[0], run(net, x)[0] - 2, atol=1e-5)
-    assert {"b", "y/bias"} <= {t.name for t in corrected.whole().graph.initializer}
+    np.testing.assert_allclose(run(proto(corrected), x)[0], run(net, x)[0] - 2, atol=1e-5)
+    assert {"b", "y/bias"} <= {t.name for t in proto(corrected).graph.initializer}

@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
+from tests.forms import proto
 from tests.graph.fusing import Feed, fired, normal, ops, prove, run
 
 node, value = helper.make_node, helper.make_tensor_value_info
@@ -142,5 +143,5 @@ def test_function_whose_operator_changed_its_meaning_stays() -> None:
     given = model([call("Outer", ["x"], "y")], {"x": [2, 3, 4]})
     given.functions.extend([soft, outer])
     prepared, notes = prepare(given)
-    assert [n.op_type for n in prepared.model.graph.node] == ["Outer"]
+    assert [n.op_type for n in proto(prepared).graph.node] == ["Outer"]
     assert "functions Inner, Outer are left as they are" in notes[0]

@@ -11,11 +11,12 @@ import pytest
 from onnx import numpy_helper, parser
 
 from layerline.graph.analysis.ir_queries import constant
+from tests.forms import proto
 from tests.graph.fusing import fired, normal, only, ops, parse, prove, reason, run
 
 
 def stored(model: onnx.ModelProto) -> dict[str, Any]:
-    return {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    return {t.name: numpy_helper.to_array(t) for t in proto(model).graph.initializer}
 
 
 def test_what_depends_on_constants_alone_is_computed_once() -> None:
@@ -32,7 +33,7 @@ def test_axes_become_stored_tensors() -> None:
               y = ReduceSum(x, e)"""
     done = prove(parse("(float[N, 3, 4] x) => (float[] y)", body, s=np.array([1])), {"x": normal(2, 3, 4)})
     assert ops(done.model) == ["ReduceSum"]
-    assert done.model.graph.node[0].input[1] in stored(done.model)
+    assert proto(done.model).graph.node[0].input[1] in stored(done.model)
 
 
 @pytest.mark.parametrize(("weights", "folded"), [(0, 2), (300_000, 3)])
@@ -108,8 +109,8 @@ def test_random_operators_are_drawn_anew_in_every_run(body: str) -> None:
 
     feed = {"x": np.zeros(4, np.float32)}
     done = fuse(model, [feed])
-    assert any(n.op_type.startswith(("Random", "Bernoulli", "Dropout")) for n in done.model.graph.node)
-    session = OnnxRuntime().open(done.model.SerializeToString())
+    assert any(n.op_type.startswith(("Random", "Bernoulli", "Dropout")) for n in proto(done.model).graph.node)
+    session = OnnxRuntime().open(proto(done.model).SerializeToString())
     assert len({session.run(feed)["y"].tobytes() for _ in range(16)}) > 1
 
 
@@ -134,8 +135,8 @@ def test_dead_code_goes() -> None:
     model = parse("(float[N] x, float[N] unused) => (float[N] y)", "d = Exp(x) e = Add(d, k) y = Relu(x)", k=normal(1))
     done = prove(model, {"x": normal(3), "unused": normal(3)})
     assert ops(done.model) == ["Relu"]
-    assert not done.model.graph.initializer
-    assert [i.name for i in done.model.graph.input] == ["x", "unused"]
+    assert not proto(done.model).graph.initializer
+    assert [i.name for i in proto(done.model).graph.input] == ["x", "unused"]
 
 
 def test_equal_tensors_are_stored_once() -> None:
@@ -220,7 +221,7 @@ def test_branches_with_the_same_inner_names() -> None:
     model = parse("(float[N] x) => (float[] y)", body, yes=np.array(True), k=np.float32(2))
     done = prove(model, {"x": normal(3)})
     assert ops(done.model) == ["Mul", "Exp"]
-    assert [n.output[0] for n in done.model.graph.node][1] == "y"
+    assert [n.output[0] for n in proto(done.model).graph.node][1] == "y"
 
 
 def test_both_branches_share_an_outer_weight() -> None:
@@ -248,7 +249,7 @@ def test_conv_and_batchnorm_inside_a_loop() -> None:
     given = {"w": normal(2, 2, 1, 1), "g": np.array([0.5, 1.5], np.float32), "h": np.zeros(2, np.float32)}
     model = parse("(float[N, 2, 4, 4] x, int64 n) => (float[N, 2, 4, 4] y)", body, yes=np.array(True), **given)
     done = prove(model, {"x": normal(1, 2, 4, 4), "n": np.array(3)}, {"x": normal(2, 2, 4, 4), "n": np.array(0)})
-    [loop] = [n for n in done.model.graph.node if n.op_type == "Loop"]
+    [loop] = [n for n in proto(done.model).graph.node if n.op_type == "Loop"]
     assert "BatchNormalization" not in [n.op_type for n in loop.attribute[0].g.node]
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from layerline.graph.quantization.cost_model import CostModel
+from tests.forms import as_ir
 from tests.stages.test_quantize import model
 
 NET = """g (float[n, 3, 6, 6] x) => (float[n, 5] y) {
@@ -14,7 +15,7 @@ NET = """g (float[n, 3, 6, 6] x) => (float[n, 5] y) {
   y = Gemm <transB = 1> (f, v)
 }"""
 COSTS = CostModel(
-    model(NET, w=np.zeros((4, 3, 3, 3), np.float32), v=np.zeros((5, 4), np.float32)),
+    as_ir(model(NET, w=np.zeros((4, 3, 3, 3), np.float32), v=np.zeros((5, 4), np.float32))),
     {"x": 108, "c": 144, "r": 144, "p": 4, "f": 4, "y": 5},
 )
 CONV_MACS, GEMM_MACS = 144 * 27, 5 * 4
@@ -38,7 +39,7 @@ def test_a_value_that_is_read_in_two_formats_is_written_twice():
         "g (float[n, 4] x) => (float[n, 4] y) { a = MatMul (x, w) b = MatMul (x, w) y = Add (a, b) }",
         w=np.zeros((4, 4), np.float32),
     )
-    costs = CostModel(branches, {"x": 1000, "a": 1000, "b": 1000})
+    costs = CostModel(as_ir(branches), {"x": 1000, "a": 1000, "b": 1000})
     both = costs.cost({"a": "int8", "b": "int8"})
     # b in float32: its read, its weight and its products cost more, and x is written in float32 too.
     more = 3 * 1000 + 3 * 16 + 4 * 1000 * (1 / 64 - 1 / 256) + 4 * 1000

@@ -6,11 +6,11 @@ import numpy as np
 import onnx
 import pytest
 
-from layerline.backends.light import split
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.collect import Ranges
 from layerline.graph.quantization import convert, equalization, qdq, repairs
 from layerline.graph.quantization.qdq_placement import Rules, place
+from tests.forms import as_ir, proto
 from tests.graph import test_qdq
 from tests.graph.test_qdq import f32, model, run
 from tests.graph.test_range_choice import setup
@@ -74,7 +74,7 @@ def built(source, body, weights):
     text = f"g ({declared}) => (float[{out}] y) {{ {body} }}"
     inferred = onnx.shape_inference.infer_shapes(model(text, **weights))
     _, _, histograms, feed = setup(text, f32(*shape), **weights)
-    light = split(inferred)
+    light = as_ir(inferred)
     return light, qdq.plan(light, place(light), histograms, "minmax"), feed
 
 
@@ -83,7 +83,7 @@ def test_the_float_model_computes_the_same_and_its_channels_are_alike(norms, sou
     light, plan, feed = built(source, body, weights())
     done = equalization.equalize(light, plan, [feed], norms=norms)
     assert done.groups == 1
-    before, after = (run(each.whole(), feed["x"])[0] for each in (light, done.model))
+    before, after = (run(proto(each), feed["x"])[0] for each in (light, done.model))
     assert np.abs(before - after).max() < 1e-6 * np.abs(before).max()
     read = next(value.name for value in plan.values if value.role == "activation" and value.name in done.scaled)
     axis = 2 if source is ROWS else 1
@@ -140,7 +140,7 @@ def test_an_output_of_the_model_and_a_weight_of_two_layers_keep_their_numbers():
     weights = {"w": spread(conv(6, 3)), "v": conv(6, 6)}
     text = "g (float[2, 3, 8, 8] x) => (float[d0, d1, d2, d3] y, float[e0, e1, e2, e3] {}) {{ a = Conv (x, w) {} }}"
     for output, body in (("a", "y = Conv (a, v)"), ("z", "y = Conv (a, v) b = Relu (y) z = Conv (b, v)")):
-        light = split(onnx.shape_inference.infer_shapes(model(text.format(output, body), **weights)))
+        light = as_ir(onnx.shape_inference.infer_shapes(model(text.format(output, body), **weights)))
         _, placed, histograms, feed = setup(text.format(output, body), f32(2, 3, 8, 8), **weights)
         plan = qdq.plan(light, placed, histograms, "minmax")
         assert equalization.equalize(light, plan, [feed], norms=False).groups == 0

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, numpy_helper
 
-from layerline.backends.light import split
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.scales import channel_amax, in_blocks, quantize, scale_of
 from layerline.graph.quantization import convert, own_qdq, qdq, targets
 from layerline.graph.quantization.qdq_placement import Rules, place
 from layerline.pipeline.config import quantize_fields
+from tests.forms import as_ir, proto
 from tests.graph import slow_numpy
 from tests.graph.test_qdq import builds, close, f32, model, reasons, residual, run, stored, wanted
 from tests.graph.test_qdq import quantize as quantized_model
@@ -97,8 +97,8 @@ def test_a_layer_may_have_a_format_of_its_own_and_a_value_may_be_read_in_two():
 def test_channels_that_differ_share_an_fp8_scale_and_not_an_int8_one():
     weight = f32(2, 5, 6) * np.float32([1, 1, 1, 1, 1, 1e-2])
     net = model("g (float[n, 5] x) => (float[2, n, 6] y) { y = MatMul (x, w) }", w=weight)
-    assert "differ" in {k.name: k.reason for k in place(net).kept}["y"]
-    assert [w.name for w in place(net, Rules(format="fp8")).wanted] == ["x", "w"]
+    assert "differ" in {k.name: k.reason for k in place(as_ir(net)).kept}["y"]
+    assert [w.name for w in place(as_ir(net), Rules(format="fp8")).wanted] == ["x", "w"]
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -215,17 +215,17 @@ def test_weights_in_blocks_and_float_activations(name):
         ("w1", "weight", 0, BLOCKS[name]), ("w2", "weight", 1, BLOCKS[name]),
     ]  # fmt: skip
     assert not any(n.op_type == "QuantizeLinear" for n in quantized.graph.node)
-    artifact = split(quantized)
-    light = own_qdq.emulate(artifact)
+    artifact = as_ir(quantized)
+    light = own_qdq.emulate(as_ir(artifact))
     assert (light is artifact) == (name == "int4")
     names = ["w1/dequantized", "w2/dequantized"]
-    weights = {t.name: numpy_helper.to_array(t) for t in light.whole().graph.initializer}
+    weights = {t.name: numpy_helper.to_array(t) for t in proto(light).graph.initializer}
     if name == "int4":
         weights = OnnxRuntime().open(quantized.SerializeToString(), names).run({"x": x})
     w1, w2 = stored(PRODUCTS)["w1"], stored(PRODUCTS)["w2"]
     np.testing.assert_array_equal(weights[names[0]].T, in_blocks(w1, 0, BLOCKS[name], TYPES[name]).dequantized().T)
     np.testing.assert_array_equal(weights[names[1]], in_blocks(w2, 1, BLOCKS[name], TYPES[name]).dequantized())
-    [got], [exact] = run(light.whole(), x), run(PRODUCTS, x)
+    [got], [exact] = run(proto(light), x), run(PRODUCTS, x)
     # Two products with 4 bits each; how much they lose depends on the numbers drawn.
     assert np.linalg.norm(got - exact) < 0.4 * np.linalg.norm(exact)
 
@@ -234,14 +234,14 @@ def test_weights_in_blocks_and_float_activations(name):
 def test_a_model_that_brings_weights_in_blocks_keeps_them(name):
     x = f32(5, 64)
     _, quantized = quantized_model(PRODUCTS, x, rules=Rules(format=name))
-    converted = convert.with_own_qdq(split(quantized), Rules())
+    converted = convert.with_own_qdq(as_ir(quantized), Rules())
     plan = converted.plan
     assert [(v.name, v.axis, v.block, v.readers, targets.OF_TYPE[v.dtype]) for v in plan.values] == [
         ("w1/dequantized", 0, BLOCKS[name], (("h", 1),), name), ("w2/dequantized", 1, BLOCKS[name], (("y", 1),), name),
     ]  # fmt: skip
     assert not plan.kept and not own_qdq.present(converted.reference)
-    assert qdq.weight_sqnr(converted.reference, plan, {}) == {}
-    [got], [exact] = run(converted.measured.whole(), x), run(converted.reference.whole(), x)
+    assert qdq.weight_sqnr(as_ir(converted.reference), plan, {}) == {}
+    [got], [exact] = run(proto(converted.measured), x), run(proto(converted.reference), x)
     np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
 
 
@@ -252,7 +252,7 @@ def test_what_has_no_blocks_stays_float(name):
           y = MatMul (x, w) c = Conv (i, v) }""",
         w=f32(24, 8), v=f32(2, 2, 1, 1),
     )  # fmt: skip
-    placed = place(net, Rules(format=name))
+    placed = place(as_ir(net), Rules(format=name))
     assert placed.wanted == ()
     assert {k.name: k.reason for k in placed.kept} == {
         "y": f"it sums 24 products, no multiple of the {BLOCKS[name]} of a block",
@@ -264,7 +264,7 @@ def test_a_table_that_is_looked_up_too_keeps_its_float_numbers():
     text = (
         """g (int64[n] i, float[n, 64] x) => (float[n, 32] e, float[n, 32] y) { e = Gather (w, i) y = MatMul (x, w) }"""
     )
-    placed = place(model(text, w=f32(64, 32)), Rules(format="int4"))
+    placed = place(as_ir(model(text, w=f32(64, 32))), Rules(format="int4"))
     assert [w.readers for w in placed.wanted] == [(("y", 1),)]
     assert [k.name for k in placed.kept] == ["e"]
 
@@ -303,20 +303,20 @@ def test_activations_in_float4_are_quantised_while_running(leading):
     np.testing.assert_allclose(item.scales, r.max() / 6 / 448, rtol=1e-6)
     [node] = [n for n in quantized.graph.node if n.op_type == "TRT_FP4DynamicQuantize"]
     assert node.domain == "trt" and {e.domain for e in quantized.opset_import} == {"", "trt"}
-    light = own_qdq.emulate(split(quantized))
-    assert {e.domain for e in light.model.opset_import} == {""}
+    light = own_qdq.emulate(as_ir(quantized))
+    assert light.opset_imports.keys() == {""}
     values = OnnxRuntime().open(light, ["r", "r/dequantized"]).run({"x": x})
     expected = slow_dynamic(r, np.float32(item.scales[0]))
     np.testing.assert_array_equal(values["r/dequantized"], expected)
     weight = in_blocks(stored(net)["w"], 0, 16, "float4e2m1").dequantized()
     np.testing.assert_allclose(values["y"], expected @ weight, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(values["z"], -r)
-    assert not own_qdq.present(own_qdq.without(split(quantized)))
-    np.testing.assert_allclose(run(own_qdq.without(split(quantized)).whole(), x)[0], r @ weight, rtol=1e-4, atol=1e-4)
+    assert not own_qdq.present(own_qdq.without(as_ir(quantized)))
+    np.testing.assert_allclose(run(proto(own_qdq.without(as_ir(quantized))), x)[0], r @ weight, rtol=1e-4, atol=1e-4)
     assert builds(quantized)
 
 
 def test_a_value_of_more_axes_stays_float_in_front_of_a_weight_in_float4():
     net = model("g (float[n, 2, 3, 32] x) => (float[n, 2, 3, 8] y) { y = MatMul (x, w) }", w=f32(32, 8))
-    placed = place(net, Rules(format="nvfp4", dynamic=True))
+    placed = place(as_ir(net), Rules(format="nvfp4", dynamic=True))
     assert [(w.name, w.role) for w in placed.wanted] == [("w", "weight")]

@@ -6,13 +6,13 @@ import numpy as np
 import onnx
 import pytest
 
-from layerline.backends.light import split
 from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan
 from layerline.calib.scales import block_multiples, in_blocks, stored_scales, to_type, whole_scale
 from layerline.graph.io.opset import raise_opset
 from layerline.graph.quantization import awq, gptq, own_qdq, qdq, rounding
 from layerline.graph.quantization.qdq_placement import Rules, place
+from tests.forms import as_ir, proto
 from tests.graph.test_qdq import model, run
 
 TYPES = {"int4": ("int4", 32), "nvfp4": ("float4e2m1", 16)}
@@ -77,7 +77,7 @@ def net_and_feed(rng):
     }  # fmt: skip
     net = model(NET, **{name: array.astype(np.float32) for name, array in weights.items()})
     # Inner values have shapes, as those of fuse do.
-    light = raise_opset(split(onnx.shape_inference.infer_shapes(net)), 23)
+    light = raise_opset(as_ir(onnx.shape_inference.infer_shapes(net)), 23)
     return light, {"x": correlated(rng, 300, 64)}
 
 
@@ -87,7 +87,7 @@ def test_awq_computes_the_same_function_and_less_is_lost(name):
     plan = planned(light, name)
     done = awq.scaled(light, plan, lambda: [feed])
     assert done.groups == 2 and {"l", "a", "r"} <= done.scaled
-    [exact], [same] = run(light.whole(), feed["x"]), run(done.model.whole(), feed["x"])
+    [exact], [same] = run(proto(light), feed["x"]), run(proto(done.model), feed["x"])
     assert np.abs(same - exact).max() < 1e-5 * np.abs(exact).max()
     after = planned(done.model, name)
     losses = [loss(exact, each, item, feed["x"]) for each, item in ((light, plan), (done.model, after))]
@@ -102,7 +102,7 @@ def test_gptq_of_a_model_loses_less_and_what_is_stored_is_what_it_chose(name):
     assert set(done.arrays) == {"w1", "w2"}
     repaired = rounding.with_scales(plan, done.entries)
     assert {value.calibrator for value in repaired.values} == {"gptq"}
-    [exact] = run(light.whole(), feed["x"])
+    [exact] = run(proto(light), feed["x"])
     assert loss(exact, light, repaired, feed["x"], done.arrays) < 0.7 * loss(exact, light, plan, feed["x"])
     # In another format, or in other blocks, the steps that it chose mean nothing.
     for other in ("nvfp4" if name == "int4" else "int4", "int8"):
@@ -127,7 +127,7 @@ def planned(light, name):
 
 
 def loss(exact, light, plan, x, rounded=None):
-    [result] = run(own_qdq.emulate(qdq.apply(light, plan, rounded)).whole(), x)
+    [result] = run(proto(own_qdq.emulate(as_ir(qdq.apply(light, plan, rounded)))), x)
     return np.square(result - exact).sum()
 
 
@@ -179,7 +179,7 @@ def test_a_trained_transformer_loses_less_on_samples_that_were_not_read(name):
     import layerline
 
     proto, x = trained_transformer()
-    light = raise_opset(split(layerline.fuse(proto, [{"x": x[:2]}]).model), 23)
+    light = raise_opset(as_ir(layerline.fuse(proto, [{"x": x[:2]}]).model), 23)
     plan = planned(light, name)
     assert len(plan.values) >= 8
     read, fresh = {"x": x[:128]}, x[128:]
@@ -191,7 +191,7 @@ def test_a_trained_transformer_loses_less_on_samples_that_were_not_read(name):
             entries = planned(model, name)
         if "gptq" in repairs:
             weights = rounding.rounded(model, entries, lambda: [read], blocks=True).arrays
-        [exact] = run(light.whole(), fresh)
+        [exact] = run(proto(light), fresh)
         losses[repairs] = loss(exact, model, entries, fresh, weights) / np.square(exact).sum()
     print({names: f"{-10 * np.log10(each):.1f} dB" for names, each in losses.items()})
     assert losses["gptq",] < losses[()] and losses["awq", "gptq"] < losses["awq",]

@@ -6,12 +6,13 @@ import numpy as np
 import onnx
 import pytest
 
+from tests.forms import proto
 from tests.graph.fusing import fired, normal, ops, parse, prove, run
 
 
 def inner(model: onnx.ModelProto) -> list[str]:
     """Operators in the body of one node."""
-    [loop] = [n for n in model.graph.node if n.op_type in ("Loop", "Scan")]
+    [loop] = [n for n in proto(model).graph.node if n.op_type in ("Loop", "Scan")]
     [graph] = [a.g for a in loop.attribute if a.name == "body"]
     return [n.op_type for n in graph.node]
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from onnx import parser
 
-from layerline.backends.light import split
+from layerline.graph.io.ir_convert import as_ir
 from layerline.graph.quantization.measured_plan import OutputReference
 
 
 def _model(body):
-    return split(
+    return as_ir(
         parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20]>\nm (float[4] x) => (float[4] y) {{{body}}}')
     )
 

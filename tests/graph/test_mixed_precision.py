@@ -11,6 +11,7 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.io import onnx_files
 from layerline.graph.quantization.mixed_precision import emulate, float_values, to_half
 from layerline.pipeline.errors import ConfigError
+from tests.forms import as_ir, proto
 
 RNG = np.random.default_rng(0)
 LOWEST = float(np.finfo(np.float32).min)
@@ -44,10 +45,10 @@ def run(model, *arrays):
 
 def half(model, mode="fp16", *arrays, **options):
     """The converted model and its outputs, emulated and, in fp16, as onnxruntime runs it."""
-    converted = to_half(model, mode, **options)
-    converted = replace(converted, model=converted.model.whole())
-    onnx.checker.check_model(converted.model, full_check=True)
-    outputs = run(emulate(converted.model), *arrays)
+    converted = to_half(as_ir(model), mode, **options)
+    converted = replace(converted, model=proto(converted.model))
+    onnx.checker.check_model(proto(converted.model), full_check=True)
+    outputs = run(emulate(as_ir(converted.model)), *arrays)
     if mode == "fp16":
         for emulated, actual, expected in zip(outputs, run(converted.model, *arrays), run(model, *arrays), strict=True):
             room = 0.02 * np.abs(expected[np.isfinite(expected)]).max(initial=1e-3) if expected.size else 0
@@ -81,8 +82,8 @@ def test_inputs_outputs_and_names_stay_and_the_inside_is_half(mode):
     types = made(converted.model)
     assert types["x"] == types["y"] == types["r"] == TensorProto.FLOAT
     assert types["a"] == types["m"] == TYPE[mode]
-    assert {t.data_type for t in converted.model.graph.initializer} == {TYPE[mode]}
-    assert [o.name for o in converted.model.graph.output] == ["y", "r"]
+    assert {t.data_type for t in proto(converted.model).graph.initializer} == {TYPE[mode]}
+    assert [o.name for o in proto(converted.model).graph.output] == ["y", "r"]
     for got, want in zip(outputs, run(net, x), strict=True):
         np.testing.assert_allclose(got, want, atol=20 * STEP[mode] * np.abs(want).max())
     assert converted.nodes == 4 and converted.kept == ()
@@ -198,11 +199,11 @@ def test_t24_a_constant_row_is_normalised_to_what_float32_says(eps, form, mode):
 def test_t24_the_kept_norm_is_told_with_its_reason():
     net = model(f"g (float[n, 4] x) => (float[n, 4] n) {{ h = Relu (x) {NORMS['eps outside']} }}",
                 axes=np.int64([-1]), eps=np.float32(1e-12), two=np.float32(2))  # fmt: skip
-    told = reasons(to_half(net, "fp16"))
+    told = reasons(to_half(as_ir(net), "fp16"))
     assert told["e"] == "constant eps is 1e-12, which float16 does not resolve"
     assert told["v"] == "ReduceMean needs float32's range or precision"
     assert told["n"].startswith("it works on") and "h" not in told
-    assert "e" in reasons(to_half(net, "bf16"))
+    assert "e" in reasons(to_half(as_ir(net), "bf16"))
 
 
 # T25: inputs that must stay float32 or int64
@@ -223,7 +224,7 @@ def test_t25_resize_keeps_its_scales_roi_and_sizes(mode, opset, form):
     net = model(text, opset, **weights)
     x = f32(1, 2, 4, 4)
     converted, [y] = half(net, mode, x)
-    stored = {t.name: t for t in converted.model.graph.initializer}
+    stored = {t.name: t for t in proto(converted.model).graph.initializer}
     for name, wanted in (
         ("s", TensorProto.FLOAT),
         ("roi", TensorProto.FLOAT),
@@ -231,7 +232,7 @@ def test_t25_resize_keeps_its_scales_roi_and_sizes(mode, opset, form):
         ("w", TYPE[mode]),
     ):
         assert name not in stored or stored[name].data_type == wanted
-    resize = next(n for n in converted.model.graph.node if n.op_type == "Resize")
+    resize = next(n for n in proto(converted.model).graph.node if n.op_type == "Resize")
     assert [bool(i) for i in resize.input] == [bool(i) for i in net.graph.node[1].input]
     np.testing.assert_allclose(y, run(net, x)[0], atol=0.02 if mode == "fp16" else 0.1)
 
@@ -259,7 +260,7 @@ def test_t25_integers_ranges_and_choices_are_untouched(mode):
     assert [g.dtype for g in got] == [w.dtype for w in want]
     for index, (g, w) in enumerate(zip(got, want, strict=True)):
         np.testing.assert_allclose(g, w, rtol=4 * STEP[mode], atol=1e-6, err_msg=str(index))
-    integers = {t.name for t in converted.model.graph.initializer if t.data_type == TensorProto.INT64}
+    integers = {t.name for t in proto(converted.model).graph.initializer if t.data_type == TensorProto.INT64}
     assert integers == {"three", "start", "one"}
 
 
@@ -277,7 +278,7 @@ def test_t26_a_missing_bound_stays_missing(call, expected, mode):
     net = model(text, **weights)
     converted, [y] = half(net, mode, np.float32([-1, 0.5, 1]))
     assert y.tolist() == expected
-    clip = next(n for n in converted.model.graph.node if n.op_type == "Clip")
+    clip = next(n for n in proto(converted.model).graph.node if n.op_type == "Clip")
     assert [bool(i) for i in clip.input] == [bool(i) for i in net.graph.node[1].input]
 
 
@@ -298,7 +299,7 @@ def test_values_that_left_the_range_of_half_in_calibration_stay_float32_with_all
     assert set(reasons(converted)) == {"b", "c"}
     assert reasons(converted)["b"] == "b reached 6.4e+05; float16 ends at 6.55e+04"
     np.testing.assert_allclose(y, run(net, x)[0], rtol=2e-3)
-    assert reasons(to_half(net, "bf16", amax=amax)) == {}
+    assert reasons(to_half(as_ir(net), "bf16", amax=amax)) == {}
 
 
 def test_values_too_small_for_half_stay_float32_too():
@@ -321,7 +322,7 @@ def test_constants_that_half_cannot_hold_are_read_in_float32(size):
     )
     x = np.float32([[1, 2]])
     converted, [y] = half(net, "fp16", x)
-    assert {t.data_type for t in converted.model.graph.initializer} == {TensorProto.FLOAT}
+    assert {t.data_type for t in proto(converted.model).graph.initializer} == {TensorProto.FLOAT}
     np.testing.assert_allclose(y, run(net, x)[0], rtol=2e-3)
     assert "constant w" in reasons(converted)["y"]
 
@@ -347,14 +348,14 @@ def test_the_angle_of_a_sine_is_computed_in_float32():
 def test_skip_keeps_values_weights_and_modules_in_float32(pattern):
     net = model("g (float[n, 2] x) => (float[n, 2] y) { h = Relu (x)\n m = MatMul (h, w)\n y = Relu (m) }", w=f32(2, 2))
     net.graph.node[1].metadata_props.add(key="layerline.module", value="layer1.fc")
-    assert reasons(to_half(net, "fp16", skip=[pattern]))["m"] == "skip"
+    assert reasons(to_half(as_ir(net), "fp16", skip=[pattern]))["m"] == "skip"
 
 
 def test_a_skip_that_means_nothing_is_refused():
     net = model("g (float[n, 2] x) => (float[n, 2] y) { y = MatMul (x, w) }", w=f32(2, 2))
     net.graph.node[0].metadata_props.add(key="layerline.module", value="layer8")
     with pytest.raises(ConfigError, match=r"quantize\.skip: 'layer9' matches no value, node or module") as caught:
-        to_half(net, "fp16", skip=["layer9"])
+        to_half(as_ir(net), "fp16", skip=["layer9"])
     assert "'layer8'" in caught.value.hint
 
 
@@ -423,7 +424,7 @@ def test_constant_nodes_and_shared_constants_are_converted_for_those_who_want_ha
     net.graph.node.insert(0, helper.make_node("Constant", [], ["k"], value=numpy_helper.from_array(np.float32(3))))
     x = f32(2, 2)
     converted, got = half(net, mode, x)
-    assert not [n for n in converted.model.graph.node if n.op_type == "Constant"]
+    assert not [n for n in proto(converted.model).graph.node if n.op_type == "Constant"]
     for g, w in zip(got, run(net, x), strict=True):
         np.testing.assert_allclose(g, w, atol=10 * STEP[mode])
 
@@ -437,7 +438,9 @@ def test_t18_qdq_models_get_half_scales_that_are_not_zero():
     x = f32(1, 2, 4, 4)
     _, quantized = quantize(net, x)
     converted, [y] = half(quantized, "fp16", x)
-    scales = {t.name: numpy_helper.to_array(t) for t in converted.model.graph.initializer if t.name.endswith("/scale")}
+    scales = {
+        t.name: numpy_helper.to_array(t) for t in proto(converted.model).graph.initializer if t.name.endswith("/scale")
+    }
     assert {s.dtype for s in scales.values()} == {np.dtype(np.float16)} and all((s > 0).all() for s in scales.values())
     np.testing.assert_allclose(y, run(net, x)[0], atol=0.05)
     assert converted.model.opset_import[0].version >= 19
@@ -449,7 +452,7 @@ def test_emulation_rounds_every_half_value():
     third, single = np.float16(1 / 3), np.float32
     a = (np.float16(x).astype(single) * single(third)).astype(np.float16)
     want = (a.astype(single) + single(third)).astype(np.float16).astype(single)
-    assert run(emulate(to_half(net, "fp16").model), x)[0].tolist() == want.tolist()
+    assert run(emulate(to_half(as_ir(net), "fp16").model), x)[0].tolist() == want.tolist()
 
 
 def test_float_values_are_those_computed_or_fed():
@@ -457,7 +460,7 @@ def test_float_values_are_those_computed_or_fed():
         "g (float[n, 2] x, int64[k] i) => (float[n, 2] y) { a = MatMul (x, w)\n s = Shape (a)\n y = Relu (a) }",
         w=f32(2, 2),
     )
-    assert float_values(net) == ["x", "a", "y"]
+    assert float_values(as_ir(net)) == ["x", "a", "y"]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -465,7 +468,7 @@ def test_tensorrt_builds_int8_with_the_rest_in_half(mode):
     from tests.graph.test_qdq import builds, quantize, residual
 
     _, quantized = quantize(residual(), f32(1, 4, 8, 8))
-    assert builds(to_half(quantized, mode).model.whole())
+    assert builds(proto(to_half(as_ir(quantized), mode).model))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -475,4 +478,4 @@ def test_tensorrt_builds_half_models_with_a_norm_and_a_softmax(mode):
     body = f"h = MatMul (x, w) {NORMS['layer norm']} p = Softmax (n)\n y = MatMul (p, w)"
     text = f"g (float[n, 4] x) => (float[n, 4] y) {{ {body} }}"
     net = model(text, w=f32(4, 4), axes=np.int64([-1]), eps=np.float32(1e-12))
-    assert builds(to_half(net, mode).model.whole())
+    assert builds(proto(to_half(as_ir(net), mode).model))

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import onnx
+import onnx_ir as ir
 import pytest
 from onnx import parser
 
 from layerline.backends.base import MODULE, TRACED
 from layerline.graph.io import module_identity, onnx_files
+from tests.forms import as_ir
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
 
 
-def model(scopes: str, trace: str) -> onnx.ModelProto:
+def model(scopes: str, trace: str) -> ir.Model:
     out = parser.parse_model('<ir_version: 10, opset_import: ["" : 20]> g (float[n] x) => (float[n] y) { y = Relu(x) }')
     node = out.graph.node[0]
     node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=scopes)
     node.metadata_props.add(key="pkg.torch.onnx.stack_trace", value=trace)
     node.metadata_props.add(key="namespace", value=": __main__.Net/relu")
-    return out
+    return as_ir(out)
 
 
 @pytest.mark.parametrize(
@@ -61,12 +62,12 @@ def test_source_lines(tmp_path: Path, files: list[str], told: str | None) -> Non
 
 def test_nothing_of_this_machine_is_saved(tmp_path: Path) -> None:
     found = model("['', 'a', 'relu']", f'File "{tmp_path}/task.py", line 3, in forward')
-    found.metadata_props.add(key="pkg.torch.export.ExportedProgram.graph_signature", value=str(tmp_path))
+    found.metadata_props["pkg.torch.export.ExportedProgram.graph_signature"] = str(tmp_path)
     module_identity.stamp(found, tmp_path)
     onnx_files.save(found, tmp_path)
     assert str(tmp_path).encode() not in (tmp_path / onnx_files.FILE).read_bytes()
-    saved = onnx_files.load(tmp_path / onnx_files.FILE)
-    assert {p.key for p in saved.graph.node[0].metadata_props} == {MODULE, TRACED}
+    saved = onnx_files.read_model(tmp_path / onnx_files.FILE)
+    assert saved.graph[0].metadata_props.keys() == {MODULE, TRACED}
     assert module_identity.modules(saved) == {"y": "a"}
     # A comment moves lines, and must not change the file: the line is for reports alone.
     assert module_identity.sources(found) == {"y": "task.py:3"} and module_identity.sources(saved) == {}

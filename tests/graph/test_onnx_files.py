@@ -17,6 +17,7 @@ from layerline.backends import light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.io import onnx_files
 from layerline.pipeline.errors import StageError
+from tests.forms import proto
 from tests.graph.fusing import normal, parse
 
 X = "(float[n, 64] x) => (float[n, 8] y)"
@@ -30,7 +31,7 @@ def _model(**tensors: Any) -> onnx.ModelProto:
 
 
 def _bytes(model: onnx.ModelProto) -> dict[str, object]:
-    return {t.name: (t.data_type, tuple(t.dims), t.raw_data) for t in model.graph.initializer}
+    return {t.name: (t.data_type, tuple(t.dims), t.raw_data) for t in proto(model).graph.initializer}
 
 
 @pytest.mark.parametrize(
@@ -43,8 +44,8 @@ def test_what_is_read_is_what_is_written(dtype: str, tmp_path: Path) -> None:
     onnx.save(model, str(tmp_path / "a.onnx"))
     apart = onnx_files.read(tmp_path / "a.onnx")
     assert set(apart.weights) == ({"w"} if dtype == "int4" else {"w", "other"})
-    assert apart.whole().SerializeToString() == light.split(model).whole().SerializeToString()
-    assert _bytes(apart.whole()) == _bytes(model)
+    assert proto(apart).SerializeToString() == proto(light.split(model)).SerializeToString()
+    assert _bytes(proto(apart)) == _bytes(model)
     onnx_files.save(apart, tmp_path).rename(tmp_path / "b.onnx")
     assert _bytes(onnx_files.load(tmp_path / "b.onnx")) == _bytes(model)
     onnx.checker.check_model(str(tmp_path / "b.onnx"), full_check=True)
@@ -63,7 +64,7 @@ def test_a_graph_in_two_pieces_is_put_together(tmp_path: Path) -> None:
     second.graph.initializer.append(numpy_helper.from_array(normal(40, 40), "late"))
     (tmp_path / "a.onnx").write_bytes(first.SerializeToString() + second.SerializeToString())
     apart = onnx_files.read(tmp_path / "a.onnx")
-    assert list(apart.weights) == ["w", "late"] and len(apart.model.graph.node) == 1
+    assert list(apart.weights) == ["w", "late"] and len(proto(apart.model).graph.node) == 1
 
 
 @pytest.mark.parametrize("field", ["float_data", "external"])
@@ -77,7 +78,7 @@ def test_tensors_that_are_stored_otherwise_stay(field: str, tmp_path: Path) -> N
         tensor.external_data.add(key="location", value="x")
     (tmp_path / "a.onnx").write_bytes(model.SerializeToString())
     apart = onnx_files.read(tmp_path / "a.onnx")
-    assert list(apart.weights) == ["w"] and apart.model.graph.initializer[0] == tensor
+    assert list(apart.weights) == ["w"] and proto(apart.model).graph.initializer[0] == tensor
 
 
 @pytest.mark.parametrize("keep", [0, 1, 7, 100, 2000])
@@ -99,7 +100,7 @@ def test_whatever_is_in_a_file_it_is_read_or_told(data: bytes, tmp_path_factory:
         return
     expected = onnx.ModelProto.FromString(data)
     expected.DiscardUnknownFields()
-    assert apart.whole() == expected
+    assert proto(apart) == expected
 
 
 def test_weights_beside_a_file_are_read_in_place(tmp_path: Path) -> None:
@@ -107,8 +108,8 @@ def test_weights_beside_a_file_are_read_in_place(tmp_path: Path) -> None:
     before = _bytes(model)
     onnx.save(model, str(tmp_path / "given.onnx"), save_as_external_data=True, location="d.bin", size_threshold=0)
     apart = onnx_files.parts(tmp_path / "given.onnx")
-    assert list(apart.weights) == ["w"] and {t.name for t in apart.model.graph.initializer} == {"small", "four"}
-    assert _bytes(apart.whole()) == _bytes(onnx_files.load(tmp_path / "given.onnx")) == before
+    assert list(apart.weights) == ["w"] and {t.name for t in proto(apart.model).graph.initializer} == {"small", "four"}
+    assert _bytes(proto(apart)) == _bytes(onnx_files.load(tmp_path / "given.onnx")) == before
 
 
 def test_large_models_are_saved_in_two_files(tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_what_lies_outside_is_not_what_lies_inside(tmp_path: Path) -> None:
     model = onnx.ModelProto.FromString(path.read_bytes())
     model.graph.initializer[0].raw_data = bytes(2048)
     path.write_bytes(model.SerializeToString())
-    assert np.array_equal(numpy_helper.to_array(onnx_files.parts(path).whole().graph.initializer[0]), normal(64, 8))
+    assert np.array_equal(numpy_helper.to_array(proto(onnx_files.parts(path)).graph.initializer[0]), normal(64, 8))
 
 
 def test_a_tensor_of_an_unknown_type_is_refused_by_name(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_all_large_tensors_of_a_large_model_go_to_the_second_file(tmp_path: Path
     assert (tmp_path / "model.onnx.data").stat().st_size == 2 * 2048 + 2500
     again = onnx_files.load(tmp_path / "model.onnx")
     assert _bytes(again) == _bytes(model)
-    inner = next(a for a in again.graph.node[1].attribute if a.g.initializer).g.initializer[0]
+    inner = next(a for a in proto(again).graph.node[1].attribute if a.g.initializer).g.initializer[0]
     assert np.array_equal(numpy_helper.to_array(inner), normal(64, 8, seed=2))
 
 
@@ -326,7 +327,7 @@ def test_large_constants_are_read_as_weights(over: int, tmp_path: Path) -> None:
     path = onnx_files.save(_with_constants(), tmp_path, external_over=over)
     light = onnx_files.parts(path)
     assert list(light.weights) == ["w"] and light.weights["w"].shape == (64, 8192)
-    assert [n.output[0] for n in light.model.graph.node if n.op_type == "Constant"] == ["small"]
+    assert [n.output[0] for n in proto(light.model).graph.node if n.op_type == "Constant"] == ["small"]
     expected = _outputs(path)
     assert np.array_equal(OnnxRuntime().open(light).run({"x": normal(2, 64, seed=1)})["y"], expected)
 

@@ -3,15 +3,15 @@
 import numpy as np
 from onnx import numpy_helper, parser
 
-from layerline.backends.light import split
 from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.graph.io.ir_convert import as_ir
 from layerline.graph.quantization import own_qdq
 
 
 def _model(text, **constants):
     out = parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]>\n{text}')
     out.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in constants.items())
-    return split(out)
+    return as_ir(out)
 
 
 def _product(light):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from layerline.pipeline.errors import StageError
+from tests.forms import proto
 from tests.graph.fusing import normal, ops, parse, prove, reason, run
 
 SPATIAL = np.array([0, 0, 1, 2, 0, 0, 0, 1])
@@ -31,7 +32,7 @@ def test_axes_of_pad_are_heeded() -> None:
     model = parse("(float[N, 2, 6, 6] x) => (float[] y)", "p = Pad(x, pads, , axes) y = Conv(p, w)", opset=18,
                   pads=np.array([1, 2]), axes=np.array([-1]), w=normal(3, 2, 3, 3))  # fmt: skip
     done = prove(model, {"x": normal(2, 2, 6, 6)})
-    assert [list(a.ints) for a in done.model.graph.node[0].attribute if a.name == "pads"] == [[0, 1, 0, 2]]
+    assert [list(a.ints) for a in proto(done.model).graph.node[0].attribute if a.name == "pads"] == [[0, 1, 0, 2]]
 
 
 @pytest.mark.parametrize(

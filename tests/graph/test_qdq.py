@@ -14,6 +14,7 @@ from layerline.graph.io import onnx_files
 from layerline.graph.quantization import qdq
 from layerline.graph.quantization.qdq_placement import Rules, place
 from layerline.pipeline.errors import ConfigError, StageError
+from tests.forms import as_ir, proto
 
 RNG = np.random.default_rng(0)
 HALF = TensorProto.FLOAT16
@@ -43,7 +44,7 @@ def run(model, *arrays):
 
 def quantize(model, *arrays, rules=None, calibrator="minmax", nonfinite="stop"):
     """Plan and quantised model, calibrated on one batch."""
-    placement = place(model, rules)
+    placement = place(as_ir(model), rules)
     session = OnnxRuntime().open(model.SerializeToString())
     feed = dict(zip(session.inputs, arrays, strict=True))
     names = [w.name for w in placement.wanted if w.role == "activation"]
@@ -51,8 +52,8 @@ def quantize(model, *arrays, rules=None, calibrator="minmax", nonfinite="stop"):
         lambda taps: OnnxRuntime().open(model.SerializeToString(), taps), [Batch(feed, None, 1)], names,
         nonfinite=nonfinite,
     )  # fmt: skip
-    plan = qdq.plan(model, placement, ranges.histograms, calibrator)
-    quantized = qdq.apply(model, plan).whole()
+    plan = qdq.plan(as_ir(model), placement, ranges.histograms, calibrator)
+    quantized = proto(qdq.apply(as_ir(model), plan))
     onnx.checker.check_model(quantized, full_check=True)
     return plan, quantized
 
@@ -252,12 +253,12 @@ def test_each_channel_of_a_depthwise_transposed_convolution_keeps_its_own_scale(
 def test_a_grouped_transposed_convolution_stays_float_where_groups_cannot_share_scales(groups):
     w = f32(6, 2, 3, 3)
     text = f"g (float[2, 6, 6, 6] x) => (float[2, c, h, k] y) {{ y = ConvTranspose <group = {groups}> (x, w) }}"
-    alike = place(model(text, w=np.sign(w)))
+    alike = place(as_ir(model(text, w=np.sign(w))))
     assert {w.axis for w in alike.wanted if w.role == "weight"} == {1}
     assert f"each scale shared by its {groups} groups" in alike.wanted[1].why
     w = np.sign(w)
     w[0] *= 100
-    apart = place(model(text, w=w))
+    apart = place(as_ir(model(text, w=w)))
     assert apart.wanted == ()
     assert apart.kept[0].reason == (
         f"its {groups} groups would share scales along axis 1, and their channels differ 100 times"
@@ -583,9 +584,9 @@ def test_skip_takes_values_weights_nodes_and_module_paths(pattern):
 
 def test_ops_and_skips_that_mean_nothing_are_refused():
     with pytest.raises(ConfigError, match="'Relu' has no int8 rule"):
-        place(residual(), Rules(ops=("Conv", "Relu")))
+        place(as_ir(residual()), Rules(ops=("Conv", "Relu")))
     with pytest.raises(ConfigError, match="'layer9' matches no value"):
-        place(residual(), Rules(skip=("layer9",)))
+        place(as_ir(residual()), Rules(skip=("layer9",)))
     plan, _ = quantize(residual(), f32(1, 4, 8, 8), rules=Rules(ops=("Conv",)))
     assert reasons(plan)["y"] == "ops leaves Gemm out"
 
@@ -595,7 +596,7 @@ def test_operators_without_a_rule_and_computed_weights_are_listed():
       y = MatMul (x, d)
       e = Gather (w, i)
     }"""
-    found = {k.name: k.reason for k in place(model(text, w=f32(30, 40), i=np.array([1, 2]))).kept}
+    found = {k.name: k.reason for k in place(as_ir(model(text, w=f32(30, 40), i=np.array([1, 2])))).kept}
     assert found["y"].startswith("both inputs are activations")
     rule = "there is no int8 rule for Gather, which reads the weight w"
     assert found["e"] == f"{rule}: it looks numbers up and multiplies none"
@@ -603,7 +604,7 @@ def test_operators_without_a_rule_and_computed_weights_are_listed():
 
 def test_integer_products_are_left_alone():
     net = model("g (int32[2, 3] x) => (int32[2, 2] y) { y = MatMul (x, w) }", w=np.ones((3, 2), np.int32))
-    assert place(net).wanted == ()
+    assert place(as_ir(net)).wanted == ()
 
 
 @pytest.mark.parametrize("text", ["Conv (x, w, b)", "Conv (x, w)"])
@@ -634,16 +635,16 @@ def test_names_that_are_taken_are_not_taken_twice():
 def test_a_model_with_qdq_and_a_plan_of_another_model_are_refused():
     plan, quantized = quantize(residual(), f32(1, 4, 8, 8))
     with pytest.raises(StageError, match="quantisation nodes"):
-        place(quantized)
+        place(as_ir(quantized))
     other = model("g (float[n, 2] x) => (float[n, 2] y) { y = MatMul (x, w) }", w=f32(2, 2))
     with pytest.raises(StageError, match=r"does not have|not in the model"):
-        qdq.apply(other, plan)
+        qdq.apply(as_ir(other), plan)
 
 
 def test_weight_sqnr_is_the_loss_of_each_weight():
     net = residual()
     plan, quantized = quantize(net, f32(1, 4, 8, 8))
-    found, tensors = qdq.weight_sqnr(net, plan, {}), stored(quantized)
+    found, tensors = qdq.weight_sqnr(as_ir(net), plan, {}), stored(quantized)
     w = stored(net)["w1"]
     back = tensors["w1/quantized"] * tensors["w1/scale"].reshape(-1, 1, 1, 1)
     assert found["w1", "int8"].sqnr_db == pytest.approx(10 * np.log10((w**2).sum() / ((w - back) ** 2).sum()), rel=1e-3)
@@ -656,7 +657,7 @@ def test_under_one_scale_the_worst_channel_still_counts():
     w = stored(net)["w1"]
     scale = float(np.abs(w).max()) * 40 / 127
     values = tuple(dataclasses.replace(v, axis=None, scales=(scale,)) if v.name == "w1" else v for v in plan.values)
-    loss = qdq.weight_sqnr(net, dataclasses.replace(plan, values=values), {})["w1", "int8"]
+    loss = qdq.weight_sqnr(as_ir(net), dataclasses.replace(plan, values=values), {})["w1", "int8"]
     by_channel = []
     for channel in w.astype(np.float64):
         noise = channel - np.rint(channel / np.float32(scale)) * scale

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from layerline.backends.light import split
 from layerline.calib import range_candidates
 from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan
 from layerline.calib.scales import scale_of
 from layerline.graph.quantization import qdq, range_choice, range_trials
 from layerline.graph.quantization.qdq_placement import Rules, place
+from tests.forms import as_ir, proto
 from tests.graph import test_qdq
 from tests.graph.test_qdq import f32, model, run
 
@@ -31,9 +31,9 @@ CASES = [
 
 def setup(text, *arrays, **weights):
     """A model at an opset that has Q/DQ, its placement, histograms of all its activations, and its feed."""
-    light = split(model(text, **weights))
+    light = as_ir(model(text, **weights))
     placed = place(light)
-    feed = dict(zip([i.name for i in light.fed], arrays, strict=True))
+    feed = dict(zip([i.name for i in light.graph.inputs], arrays, strict=True))
     names = [w.name for w in placed.wanted if w.role == "activation"]
     from layerline.backends.onnxruntime import OnnxRuntime
 
@@ -54,13 +54,17 @@ def test_errors_are_those_of_the_quantised_layer(call, x_shape, w_shape, channel
     plan = qdq.plan(light, placed, histograms, "minmax")
     weights = QuantPlan(values=tuple(v for v in plan.values if v.role == "weight"), kept=())
     found = range_trials.measure(
-        light, qdq.apply(light, weights), activations, {"x": {"half": 1.0, "minmax": histograms["x"].amax}}, [feed] * 3
+        light,
+        qdq.apply(light, weights),
+        activations,
+        {"x": {"half": 1.0, "minmax": histograms["x"].amax}},
+        [feed] * 3,
     )
-    [want] = run(light.whole(), x)
+    [want] = run(proto(light), x)
     for name, threshold in (("half", 1.0), ("minmax", histograms["x"].amax)):
         chosen = qdq.plan(light, placed, histograms, "minmax", chosen={("x", "int8"): (name, threshold)})
         assert chosen.value("x").scales == (float(str(scale_of(threshold))),)
-        [got] = run(qdq.apply(light, chosen).whole(), x)
+        [got] = run(proto(qdq.apply(light, chosen)), x)
         error = found["x", name, "y"]
         assert error.error == pytest.approx(3 * np.square(got - want).sum(), rel=1e-3)
         assert error.signal == pytest.approx(3 * np.square(want).sum(), rel=1e-4)
@@ -103,7 +107,7 @@ def test_a_concat_of_very_different_inputs_shares_no_scale_and_a_layer_that_lose
     assert [k.reason for k in plan.kept if k.name == "y"] == [
         f"int8 would leave it {chosen.floated['y']:.1f} dB by itself"
     ]
-    for got, want in zip(run(qdq.apply(light, plan).whole(), a, b), run(light.whole(), a, b), strict=True):
+    for got, want in zip(run(proto(qdq.apply(light, plan)), a, b), run(proto(light), a, b), strict=True):
         assert np.linalg.norm(got - want) < 0.05 * np.linalg.norm(want)
 
 

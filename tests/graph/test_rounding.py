@@ -10,6 +10,7 @@ from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan
 from layerline.graph.quantization import qdq, rounding
 from layerline.graph.quantization.qdq_placement import Rules, place
+from tests.forms import proto
 from tests.graph import test_qdq
 from tests.graph.test_qdq import f32, run
 from tests.graph.test_range_choice import setup
@@ -49,8 +50,12 @@ def test_the_output_loses_less_than_with_the_nearest_steps(call, x_shape, w_shap
     np.testing.assert_array_equal(weights["w"], rounding.rounded(light, plan, lambda: [feed]).arrays["w"])
     activations = QuantPlan(values=tuple(v for v in plan.values if v.role == "activation"), kept=())
     repaired = rounding.with_scales(plan, done.entries)
-    models = (qdq.apply(light, activations), qdq.apply(light, plan), qdq.apply(light, repaired, weights))
-    [exact], [nearest], [chosen] = (run(each.whole(), feed["x"]) for each in models)
+    models = (
+        qdq.apply(light, activations),
+        qdq.apply(light, plan),
+        qdq.apply(light, repaired, weights),
+    )
+    [exact], [nearest], [chosen] = (run(proto(each), feed["x"]) for each in models)
     assert np.square(chosen - exact).sum() < 0.8 * np.square(nearest - exact).sum()
     item = repaired.value("w")
     shape = [1] * w.ndim

@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from tests.forms import proto
 from tests.graph.fusing import fired, normal, ops, parse, prove, reason, statistics
 
 
@@ -21,7 +22,7 @@ def pruned(*shape: int, gone: tuple[int, ...] = (1, 3), seed: int = 0) -> np.nda
 
 def shapes(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
     """Sizes of what the model stores, by the names' beginnings."""
-    return {t.name.partition("/")[0]: numpy_helper.to_array(t).shape for t in model.graph.initializer}
+    return {t.name.partition("/")[0]: numpy_helper.to_array(t).shape for t in proto(model).graph.initializer}
 
 
 NET = """
@@ -40,7 +41,7 @@ def test_channels_go_from_all_that_they_pass_through() -> None:
     assert shapes(done.model) == {
         "w1": (4, 3, 3, 3), "b1": (4,), "wd": (4, 1, 3, 3), "s": (4, 1, 1), "w2": (5, 16), "b2": (5,),
     }  # fmt: skip
-    kept = numpy_helper.to_array(next(t for t in done.model.graph.initializer if t.name.startswith("w1")))
+    kept = numpy_helper.to_array(next(t for t in proto(done.model).graph.initializer if t.name.startswith("w1")))
     np.testing.assert_array_equal(kept, weights["w1"][[0, 2, 4, 5]])
 
 
@@ -53,7 +54,7 @@ def test_a_constant_moves_into_the_next_bias_unless_that_layer_pads(pads: int, c
     if not cut:
         assert "constant wherever it is read" in reason(done, "channels")
         return
-    stored = {t.name: numpy_helper.to_array(t) for t in done.model.graph.initializer}
+    stored = {t.name: numpy_helper.to_array(t) for t in proto(done.model).graph.initializer}
     [bias] = [a for n, a in stored.items() if n == "w2/cut_bias"]
     held = 1 / (1 + np.exp(-weights["b1"].astype(np.float64)))
     np.testing.assert_allclose(bias, (weights["w2"].sum((2, 3)) * held)[:, [1, 3]].sum(1), rtol=1e-5)

@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
+from tests.forms import proto
 from tests.graph.fusing import fired, normal, only, ops, parse, prove, reason, run, statistics
 
 BN = "y = BatchNormalization {attributes}(c, gamma, beta, mean, var)"
@@ -82,7 +83,7 @@ def test_epsilon_is_the_nodes_own(epsilon: float) -> None:
         **tensors,
     )
     done = prove(model, {"x": normal(1, 2, 3, 3)})
-    weight = onnx.numpy_helper.to_array(done.model.graph.initializer[0])
+    weight = onnx.numpy_helper.to_array(proto(done.model).graph.initializer[0])
     np.testing.assert_allclose(weight.reshape(2, 2).diagonal(), 1 / np.sqrt(1e-4 + epsilon), rtol=1e-5)
 
 
@@ -169,7 +170,7 @@ def test_initializers_that_are_also_inputs_are_weights() -> None:
     model.ir_version = 3
     done = prove(model, {"x": normal(2, 4, 6, 6)})
     assert ops(done.model) == ["Conv"]
-    assert [i.name for i in done.model.graph.input] == ["x"]
+    assert [i.name for i in proto(done.model).graph.input] == ["x"]
     assert "were also inputs" in done.notes[0]
 
 
@@ -179,7 +180,7 @@ def test_fused_node_says_what_it_replaces() -> None:
         node.name = f"node_{node.op_type}"
         node.metadata_props.add(key="layerline.module", value=module)
     done = prove(model, {"x": normal(2, 4, 6, 6)})
-    [node] = done.model.graph.node
+    [node] = proto(done.model).graph.node
     told = {p.key: p.value for p in node.metadata_props}
     assert node.output == ["y"]
     assert told["layerline.module"] == "layer1.conv, layer1.bn"

@@ -8,6 +8,7 @@ import onnx_ir as ir
 import pytest
 
 from layerline.graph.fusion.rules.activations import MOST_OPENED, product
+from tests.forms import proto
 from tests.graph.fusing import fired, normal, ops, parse, prove, reason, run
 
 SCALARS = {
@@ -43,7 +44,7 @@ FACTORED = """xx = Mul(x, x) q = Mul(xx, cubic) s = Add(one, q) t0 = Mul(x, root
 )
 def test_gelu(body: str) -> None:
     done = prove(parse("(float[N, 9] x) => (float[N, 9] y)", body, opset=20, **SCALARS), {"x": 3 * normal(4, 9)})
-    [node] = done.model.graph.node
+    [node] = proto(done.model).graph.node
     assert node.op_type == "Gelu"
     assert {a.name: a.s.decode() for a in node.attribute} == {"approximate": "tanh" if "Tanh" in body else "none"}
 

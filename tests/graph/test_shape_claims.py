@@ -16,9 +16,10 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.analysis import shape_inference
 from layerline.graph.analysis.symbolic_sizes import sizes
 from layerline.graph.io.canonicalize import prepare
-from layerline.graph.io.ir_convert import to_ir
+from layerline.graph.io.ir_convert import as_ir
 from layerline.graph.io.opset import OLDEST, opset_of
 from layerline.pipeline.errors import StageError
+from tests.forms import proto
 
 Arrays = dict[str, Any]
 # Every so many-th model: enough to see each operator, in a minute.
@@ -75,13 +76,15 @@ def test_every_claimed_size_is_the_one_that_the_runtime_computes() -> None:
     checked = 0
     cases = [case for case in load_model_tests(kind="node") if not any(word in case.name for word in WINDOWED)]
     for case in cases[::STEP]:
-        feeds = [dict(zip([i.name for i in case.model.graph.input], data[0], strict=True)) for data in case.data_sets]
+        feeds = [
+            dict(zip([i.name for i in proto(case.model).graph.input], data[0], strict=True)) for data in case.data_sets
+        ]
         arrays = [isinstance(value, np.ndarray) and value.size > 0 for feed in feeds for value in feed.values()]
         if not all(arrays) or not feeds or opset_of(case.model) < OLDEST:
             continue
         try:
             prepared, _ = prepare(_symbolic(case.model))
-            model = to_ir(prepared)
+            model = as_ir(prepared)
             shape_inference.infer(model)
             claims = {o.name: sizes(o) for n in model.graph for o in n.outputs if o.name and sizes(o) is not None}
             session = OnnxRuntime(few_runs=True).open(prepared, tuple(claims))

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerline.graph.analysis import shape_inference
 from layerline.graph.analysis.shape_inference import Symbols
 from layerline.graph.analysis.symbolic_sizes import is_size, sizes
+from tests.forms import proto
 from tests.graph.fusing import normal, parse, prove, run
 
 
@@ -70,6 +71,7 @@ def test_difference_may_be_negative() -> None:
 SIZES = st.lists(st.sampled_from(["a", "b", "c", 2, 3, 5]), min_size=1, max_size=5)
 
 
+@settings(deadline=None)
 @given(SIZES, SIZES)
 def test_joining_and_splitting_axes_gives_them_back(first: list[int | str], rest: list[int | str]) -> None:
     """A Reshape joins the axes, then one splits off the known ones by -1: the rest is the product of the others."""
@@ -127,14 +129,14 @@ def test_shapes(body: str, expected: tuple[object, ...]) -> None:
 )
 def test_any_text_may_be_the_name_of_a_size(name: str, whole: str) -> None:
     """A file's own text is one name and no expression; the file gets its name back."""
-    proto = parse("(float[n, 4] x) => (float[] y)", "y = Reshape(x, flat)", flat=np.array([-1]))
-    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param = name
-    model = ir.serde.deserialize_model(proto)
+    named = parse("(float[n, 4] x) => (float[] y)", "y = Reshape(x, flat)", flat=np.array([-1]))
+    named.graph.input[0].type.tensor_type.shape.dim[0].dim_param = name
+    model = ir.serde.deserialize_model(named)
     shape_inference.infer(model)
     [size] = sizes(model.graph.outputs[0]) or ()
     assert str(size).startswith(whole)
-    done = prove(proto, {"x": normal(2, 4)})
-    assert done.model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == name
+    done = prove(named, {"x": normal(2, 4)})
+    assert proto(done.model).graph.input[0].type.tensor_type.shape.dim[0].dim_param == name
 
 
 def test_name_with_a_minus_is_not_a_difference() -> None:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerline.backends.light import split
 from layerline.calib.scales import steps_of
 from layerline.graph.quantization import integer_bias
 from layerline.graph.quantization.qdq_placement import Rules, place
 from layerline.graph.quantization.targets import TARGETS
+from tests.forms import as_ir, proto
 from tests.graph.test_qdq import close, f32, model, quantize, residual, stored, wanted
 
 ASYMMETRIC = [name for name, target in TARGETS.items() if target.asymmetric]
@@ -61,7 +61,7 @@ CONCAT = """g (float[n, 2, 4, 4] x) => (float[n, 2, 4, 4] y) {
 @pytest.mark.parametrize("target", TARGETS)
 def test_inputs_of_a_concat_share_a_scale_where_the_target_wants_that(target):
     net = model(CONCAT, w1=f32(2, 2, 1, 1), w2=f32(2, 4, 1, 1))
-    shared = {w.name: w.shared for w in place(net, Rules(target=target)).wanted if w.name in ("a", "b", "c")}
+    shared = {w.name: w.shared for w in place(as_ir(net), Rules(target=target)).wanted if w.name in ("a", "b", "c")}
     if target == "onnxruntime":
         assert shared == {"a": (), "b": (), "c": ()}
     else:
@@ -73,20 +73,20 @@ def test_what_a_target_lacks_stays_float_with_the_reason(target):
     text = """g (float[n, 4, 5, 5] x, float[s, n, 8] t) => (float[n, 3, 7, 7] y, float[s, d, n, 16] h) {
       y = ConvTranspose (x, w) h = LSTM <hidden_size = 16> (t, wl, r) }"""
     net = model(text, w=f32(4, 3, 3, 3), wl=f32(1, 64, 8), r=f32(1, 64, 16))
-    placed = place(net, Rules(target=target))
+    placed = place(as_ir(net), Rules(target=target))
     reasons = {k.name: k.reason for k in placed.kept}
     assert reasons["h"].endswith("it sums over time in float, with no Q/DQ inside")
     assert reasons.get("y") == (
         "onnxruntime takes ConvTranspose in float, not in int8" if target == "onnxruntime" else None
     )
-    kept = {k.name: k.reason for k in place(residual(), Rules(target=target, format="fp8")).kept}
+    kept = {k.name: k.reason for k in place(as_ir(residual()), Rules(target=target, format="fp8")).kept}
     assert ("a" in kept) == (target != "tensorrt")
 
 
 def test_onnxruntime_runs_every_layer_in_integers(tmp_path):
     x = f32(2, 4, 8, 8)
     plan, quantized = quantize(residual(), x, rules=Rules(target="onnxruntime"))
-    whole = integer_bias.store(split(quantized)).whole()
+    whole = proto(integer_bias.store(as_ir(quantized)))
     steps = np.float32(plan.value("x").scales[0]) * np.float32(plan.value("w1").scales)
     tensors = stored(whole)
     np.testing.assert_array_equal(tensors["a/bias/quantized"], np.rint(stored(residual())["b1"] / steps))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from layerline.graph.analysis import shape_inference
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.analysis.value_ranges import Ranges
-from layerline.graph.io.ir_convert import to_ir
+from layerline.graph.io.ir_convert import as_ir
 from tests.graph.fusing import parse, run
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -129,6 +129,6 @@ def test_no_number_is_beyond_its_bound(steps: list[tuple[str, int, int]]) -> Non
 def test_what_operators_bound_by_construction(body: str, weights: dict[str, float], expected: float) -> None:
     signature = "(float[n, 4] x, float[n, 4] z) => (float[n, 4] y)"
     tensors = {name: np.float32(number) for name, number in weights.items()}
-    graph = to_ir(parse(signature, body, 20, **tensors))
+    graph = as_ir(parse(signature, body, 20, **tensors))
     infer_types(graph)
     assert Ranges(graph.graph, finite=False).magnitude(graph.graph.outputs[0]) == expected

@@ -18,6 +18,7 @@ from layerline.graph.fusion.rule import on
 from layerline.graph.fusion.rules import RULES, fold
 from layerline.graph.fusion.verify_rewrites import prove as prove_firings
 from layerline.pipeline.errors import ConfigError, StageError
+from tests.forms import as_ir, proto
 from tests.graph.fusing import fired, normal, ops, parse, prove, reason, run
 
 
@@ -170,7 +171,7 @@ def test_of_many_firings_inside_one_branch_only_the_wrong_one_is_undone() -> Non
 
 def test_rewriting_is_deterministic_and_can_stop_after_any_firing() -> None:
     whole = rewrite(MODEL)
-    assert rewrite(MODEL).model == whole.model
+    assert proto(rewrite(MODEL).model) == proto(whole.model)
     for limit in range(len(whole.firings) + 1):
         part = rewrite(MODEL, limit=limit)
         assert [f.site for f in part.firings] == [f.site for f in whole.firings[:limit]]
@@ -216,11 +217,11 @@ def test_a_sequence_out_of_a_branch_is_read_whole() -> None:
 
 
 def test_noise_is_one_rounding_step_of_every_weight() -> None:
-    moved = rounding_noise.perturbed(MODEL).whole()
+    moved = proto(rounding_noise.perturbed(as_ir(MODEL)))
     [(_, a)] = [(t.name, onnx.numpy_helper.to_array(t)) for t in MODEL.graph.initializer if t.name == "w"]
     [(_, b)] = [(t.name, onnx.numpy_helper.to_array(t)) for t in moved.graph.initializer if t.name == "w"]
     np.testing.assert_array_equal(np.abs(a - b), np.abs(np.spacing(np.minimum(np.abs(a), np.abs(b)))))
-    assert rounding_noise.perturbed(MODEL).whole() == moved
+    assert proto(rounding_noise.perturbed(as_ir(MODEL))) == moved
     x = {"x": normal(1, 2, 3, 3)}
     difference = np.linalg.norm(run(moved, x)["y"] - run(MODEL, x)["y"]) / np.linalg.norm(run(MODEL, x)["y"])
     assert 1e-8 < difference < 1e-6
@@ -232,7 +233,7 @@ def test_noise_leaves_masks_zeros_and_sizes_alone() -> None:
                   mask=np.array([0, least], np.float32), scales=np.array([1, 1, 2, 2], np.float32))  # fmt: skip
     kept = {
         t.name: onnx.numpy_helper.to_array(t).tolist()
-        for t in rounding_noise.perturbed(model).whole().graph.initializer
+        for t in proto(rounding_noise.perturbed(as_ir(model))).graph.initializer
     }
     assert kept["mask"] == [0, least]
     assert kept["scales"] == [1, 1, 2, 2]
@@ -243,7 +244,7 @@ def test_noise_moves_a_stored_input_as_a_weight_only(rows: int) -> None:
     """Inside of the graph and beside it: nobody feeds it."""
     model = parse("(float[N, 2] x) => (float[N, M] y)", "y = MatMul(x, w)", w=normal(2, rows))
     model.graph.input.append(onnx.helper.make_tensor_value_info("w", 1, [2, rows]))
-    assert ops(rounding_noise.perturbed(model).model) == ["Mul", "MatMul"], "one step of x alone"
+    assert ops(rounding_noise.perturbed(as_ir(model))) == ["Mul", "MatMul"], "one step of x alone"
 
 
 def test_what_is_drawn_at_random_is_named() -> None:
@@ -251,7 +252,7 @@ def test_what_is_drawn_at_random_is_named() -> None:
       c = If (t) <then_branch: graph = p () => (float[2] q) { q = RandomUniform <shape = [2]>() },
                   else_branch: graph = u () => (float[2] v) { v = Identity(x) }> y = Add(a, c)"""
     model = parse("(float[2] x, bool t) => (float[2] y)", body)
-    assert rounding_noise.drawn(model) == {
+    assert rounding_noise.drawn(as_ir(model)) == {
         "r": "RandomNormal",
         "a": "RandomNormal",
         "c": "RandomUniform",
@@ -264,7 +265,7 @@ def test_dropout_draws_while_it_trains(training: bool, expected: dict[str, str])
     model = parse(
         "(float[2] x) => (float[2] y)", "d = Dropout(x, r, t) y = Relu(d)", r=np.float32(0.5), t=np.array(training)
     )
-    assert rounding_noise.drawn(model) == expected
+    assert rounding_noise.drawn(as_ir(model)) == expected
 
 
 def test_nothing_is_fused_without_a_feed() -> None:

@@ -7,9 +7,9 @@ import onnx
 import pytest
 from onnx import numpy_helper, parser
 
-from layerline.backends.light import split
 from layerline.onnx_import import allocation_sizes
 from layerline.pipeline.errors import StageError
+from tests.forms import as_ir
 
 GB = 10**9
 
@@ -43,7 +43,7 @@ STATIC = {
 @pytest.mark.parametrize("op", STATIC)
 def test_a_value_that_is_too_large_is_named(op: str) -> None:
     with pytest.raises(StageError, match=r"it holds .* GB at once for any input") as error:
-        allocation_sizes.refuse_large(split(STATIC[op]), 8 * GB, "raise it")
+        allocation_sizes.refuse_large(as_ir(STATIC[op]), 8 * GB, "raise it")
     assert f"{op} c of " in error.value.what and error.value.hint == "raise it"
 
 
@@ -54,12 +54,12 @@ def test_values_that_are_alive_together_are_added_up() -> None:
     stored = {"s": _sizes(250_000_000)}
     with pytest.raises(StageError, match=r"it holds 13\.00 GB at once.*and 10 more"):
         allocation_sizes.refuse_large(
-            split(_model(f"{' '.join(made + total)} y = Identity (t11)", **stored)), 8 * GB, ""
+            as_ir(_model(f"{' '.join(made + total)} y = Identity (t11)", **stored)), 8 * GB, ""
         )
     turns = " ".join(f"{a} {b}" for a, b in zip(made, total, strict=True))
-    allocation_sizes.refuse_large(split(_model(f"{turns} y = Identity (t11)", **stored)), 3 * GB, "")
+    allocation_sizes.refuse_large(as_ir(_model(f"{turns} y = Identity (t11)", **stored)), 3 * GB, "")
     with pytest.raises(StageError, match=r"it holds 3\.00 GB at once"):
-        allocation_sizes.refuse_large(split(_model(f"{turns} y = Identity (t11)", **stored)), 3 * GB - 1, "")
+        allocation_sizes.refuse_large(as_ir(_model(f"{turns} y = Identity (t11)", **stored)), 3 * GB - 1, "")
 
 
 _LOOP = """y = Loop ({rounds}, {start}, x) <
@@ -84,11 +84,11 @@ def test_a_loop_that_nothing_ends_is_named(rounds: int | None, start: str, again
     if rounds is not None:
         stored["rounds"] = np.array(rounds, np.int64)
     body = _LOOP.format(rounds="" if rounds is None else "rounds", start=start, again=again)
-    light = split(_model(body, "float[n]", **stored))
-    light.model.graph.node[0].name = "spin"
+    model = as_ir(_model(body, "float[n]", **stored))
+    model.graph[0].name = "spin"
     if not told:
-        allocation_sizes.refuse_endless(light)
+        allocation_sizes.refuse_endless(model)
         return
     with pytest.raises(StageError, match=told) as error:
-        allocation_sizes.refuse_endless(light)
+        allocation_sizes.refuse_endless(model)
     assert error.value.where == "node spin"

@@ -181,7 +181,7 @@ def test_the_smallest_model_that_shows_a_difference_and_the_script(order: str, t
 
 
 def test_an_error_from_further_back_is_shown_from_where_both_are_equal(tmp_path: Path) -> None:
-    a, b = (onnx_files.parts(model(tmp_path / f"{n}.onnx", n)) for n in (1.0, 0.9))
+    a, b = (onnx_files.read_model(model(tmp_path / f"{n}.onnx", n)) for n in (1.0, 0.9))
     feeds = [{"x": np.float32([[3, 4]])}]
     bad = LayerDiff(name="y", op="Add")
     reproduce(a, b, feeds, bad, [], tmp_path / "bug")

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, parser
 
-from layerline.backends.light import split
 from layerline.graph.io import onnx_files
 from layerline.graph.io.module_identity import modules
 from layerline.graph.io.opset import opset_of, raise_opset
 from layerline.onnx_import.feeds import compared_numbers, table_rows
 from layerline.onnx_import.normalize_import import adopt, module_path, name_nodes
 from layerline.pipeline.errors import StageError
+from tests.forms import as_ir, proto
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def test_module_paths(name: str, op: str, path: str) -> None:
 @given(st.lists(st.sampled_from(["", "a", "Relu_v1", "Relu_v2", "Relu_v1_2"]), min_size=1, max_size=8))
 def test_every_node_gets_a_name_and_those_that_are_unique_stay(names: list[str]) -> None:
     nodes = [helper.make_node("Relu", [f"v{i}"], [f"v{i + 1}"], name=n) for i, n in enumerate(names)]
-    model = helper.make_model(helper.make_graph(nodes, "g", [], []))
+    model = as_ir(helper.make_model(helper.make_graph(nodes, "g", [], [])))
     name_nodes(model)
-    found = [n.name for n in model.graph.node]
+    found = [n.name for n in model.graph]
     assert len(set(found)) == len(found) and "" not in found
     for name in set(names) - {""}:
         assert found[names.index(name)] == name, "the first of a name keeps it"
     before = list(found)
-    assert name_nodes(model) == [] and [n.name for n in model.graph.node] == before
+    assert name_nodes(model) == [] and [n.name for n in model.graph] == before
 
 
 def test_nodes_that_a_conversion_adds_belong_where_their_result_does() -> None:
@@ -61,10 +61,10 @@ def test_nodes_that_a_conversion_adds_belong_where_their_result_does() -> None:
         g (float[2,c,4] x) => (float[2,c,4] y) { y = Softmax <axis = 1> (x) }"""
     )
     model.graph.node[0].name = "/head/soft/Softmax"
-    adopted = adopt(split(model), 20)
-    raised = adopted.light.model
-    assert len(raised.graph.node) > 1 and set(modules(raised).values()) == {"head.soft"}
-    assert [n.op_type for n in adopted.original.model.graph.node] == ["Softmax"], "the original is as it was"
+    adopted = adopt(as_ir(model), 20)
+    raised = adopted.model
+    assert len(raised.graph) > 1 and set(modules(raised).values()) == {"head.soft"}
+    assert [n.op_type for n in adopted.original.graph] == ["Softmax"], "the original is as it was"
 
 
 def test_weights_keep_their_order_and_bytes_when_raised() -> None:
@@ -77,9 +77,9 @@ def test_weights_keep_their_order_and_bytes_when_raised() -> None:
     for name, dims in (("big", (600, 2)), ("small", (2,))):
         values = [float(i) for i in range(dims[0] * (dims[1] if len(dims) > 1 else 1))]
         model.graph.initializer.append(helper.make_tensor(name, TensorProto.FLOAT, dims, values))
-    before = onnx_files.canonical(model).whole()
-    raised = raise_opset(before, 20).whole()
-    assert [i.name for i in raised.graph.input] == ["x"] and before == onnx_files.canonical(model).whole()
+    before = proto(onnx_files.canonical(model))
+    raised = proto(raise_opset(before, 20))
+    assert [i.name for i in raised.graph.input] == ["x"] and before == proto(onnx_files.canonical(model))
     kept = {t.name: t.raw_data for t in raised.graph.initializer}
     assert all(kept[t.name] == t.raw_data for t in before.graph.initializer)
     onnx.checker.check_model(raised, full_check=True)
@@ -90,7 +90,7 @@ def test_sequences_stay_sequences() -> None:
         """<ir_version: 7, opset_import: ["" : 12]>
         g (seq(float[n]) s, float[n] x) => (seq(float[n]) y) { y = SequenceInsert (s, x) }"""
     )
-    raised = raise_opset(model, 20).whole()
+    raised = proto(raise_opset(model, 20))
     assert raised.graph.output[0].type.HasField("sequence_type") and raised.graph.input[0].type.HasField(
         "sequence_type"
     )
@@ -116,16 +116,9 @@ def test_what_the_graph_says_of_its_integers() -> None:
             helper.make_tensor("one", 7, (1,), [1]),
         ]
     )
-    assert (
-        table_rows(split(model), "ids"),
-        table_rows(split(model), "rate"),
-        table_rows(split(model), "free"),
-    ) == (
-        30,
-        None,
-        None,
-    )
-    assert compared_numbers(split(model), "rate") == (16000, 7) and compared_numbers(split(model), "ids") == ()
+    graph = as_ir(model)
+    assert [table_rows(graph, name) for name in ("ids", "rate", "free")] == [30, None, None]
+    assert compared_numbers(graph, "rate") == (16000, 7) and compared_numbers(graph, "ids") == ()
 
 
 @pytest.mark.slow
@@ -147,7 +140,7 @@ def test_onnxs_own_models_are_the_same_after_raising() -> None:
             expected = OnnxRuntime().open(model).run(feed)
         except StageError:
             continue
-        seen = OnnxRuntime().open(adopt(split(model), 20).light).run(feed)
+        seen = OnnxRuntime().open(adopt(as_ir(model), 20).model).run(feed)
         for name, value in expected.items():
             several = value if isinstance(value, list) else [value]
             others = seen[name] if isinstance(value, list) else [seen[name]]
@@ -162,4 +155,4 @@ def test_a_graph_without_a_name_is_raised() -> None:
         '<ir_version: 7, opset_import: ["" : 12]> g (float[n] x) => (float[n] y) { y = Exp (x) }'
     )
     model.graph.name = ""
-    assert opset_of(raise_opset(model, 20).model) == 20
+    assert opset_of(raise_opset(model, 20)) == 20

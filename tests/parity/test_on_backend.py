@@ -13,6 +13,7 @@ from layerline.pipeline.errors import ConfigError, StageError, Unavailable
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from tests.backends import models
+from tests.forms import as_ir, proto
 from tests.graph.test_qdq import model
 
 TASK = """
@@ -80,13 +81,13 @@ def test_a_backend_that_is_missing_or_broken_says_why(tmp_path, monkeypatch) -> 
 def test_weights_in_float4_are_compared_with_the_numbers_that_they_stand_for(tmp_path) -> None:
     pytest.importorskip("openvino")
     net = model("g (float[n, 64] x) => (float[n, 2] y) { y = MatMul (x, w) }", w=np.ones((64, 2), np.float32))
-    stored = qdq.apply(net, qdq.plan(net, place(net, Rules(format="nvfp4")), {}, "minmax"))
-    report = on(tmp_path, "openvino", "", stored.whole())
+    stored = qdq.apply(as_ir(net), qdq.plan(as_ir(net), place(as_ir(net), Rules(format="nvfp4")), {}, "minmax"))
+    report = on(tmp_path, "openvino", "", proto(stored))
     [row] = report.records
     # 1 is a number of the type.
     assert row.name == "y" and row.sqnr_db > 100
     with pytest.raises(StageError, match="reports run its emulation"):
-        on(tmp_path / "other", "onnxruntime", "", stored.whole())
+        on(tmp_path / "other", "onnxruntime", "", proto(stored))
 
 
 def test_tensorrt_gets_a_profile_over_the_sizes_of_the_signature(tmp_path, monkeypatch) -> None:

@@ -25,6 +25,7 @@ from layerline.parity.parity import Parity, parity
 from layerline.parity.repro import reproduce
 from layerline.parity.value_verdicts import Within
 from tests.export.nets import Forward, Net, exported, probe
+from tests.forms import as_ir, proto
 
 Exported = tuple[Call, Axes, Traced]
 
@@ -38,12 +39,11 @@ def net() -> Exported:
 def check(net: Exported, change: Callable[[onnx.ModelProto], None] | None = None, **kwargs: object) -> Parity:
     """Parity of the exported net, its ONNX changed first."""
     call, axes, traced = net
-    model = onnx.ModelProto()
-    model.CopyFrom(traced.model)
+    model = proto(traced.model)
     if change:
         change(model)
     probes = [probe(call), probe(call, axes, n=1), probe(call, axes, n=5)]
-    return parity(replace(traced, model=model), probes, **kwargs)
+    return parity(replace(traced, model=as_ir(model)), probes, **kwargs)
 
 
 def add_after(model: onnx.ModelProto, value: str, op: str, extra: np.ndarray | None = None) -> None:
@@ -63,7 +63,9 @@ def add_after(model: onnx.ModelProto, value: str, op: str, extra: np.ndarray | N
 def test_a_true_export_passes_with_floors_and_paths(net: Exported) -> None:
     found = check(net)
     assert all(r.passed for r in found.rows) and all(g.passed for g in found.gates)
-    assert [r.name for r in found.rows] == [v for n in net[2].model.graph.node for v in n.output if v in net[2].nodes]
+    assert [r.name for r in found.rows] == [
+        v for n in proto(net[2].model).graph.node for v in n.output if v in net[2].nodes
+    ]
     linear = next(r for r in found.rows if r.name == "linear_1")
     assert (linear.module, linear.op, linear.shape, linear.dtype) == ("blocks.1.linear", "Gemm", ("n", 8), "float32")
     assert linear.extra["source"] == "nets.py:26"
@@ -114,18 +116,19 @@ def test_near_ties_pass_whichever_wins(largest: int) -> None:
     x[0, largest] += 6e-8
     other = [3, 1, 2, 0]
     call, _, traced = exported(Forward(forward), (x,))
-    index = next(i for i, n in enumerate(traced.model.graph.node) if n.op_type == "ArgMax")
-    node = traced.model.graph.node[index]
+    model = proto(traced.model)
+    index = next(i for i, n in enumerate(model.graph.node) if n.op_type == "ArgMax")
+    node = model.graph.node[index]
     order = numpy_helper.from_array(np.array(other), "order")
-    traced.model.graph.initializer.append(order)
+    model.graph.initializer.append(order)
     swapped = helper.make_node("Gather", [node.input[0], "order"], ["swapped"], axis=1)
-    traced.model.graph.node.insert(index, swapped)
+    model.graph.node.insert(index, swapped)
     # It ranks a permuted copy and says so in the copy's order: the best of the other two positions comes out.
     pick = helper.make_node("Gather", ["order", "position"], [node.output[0]])
-    traced.model.graph.node[index + 1].input[0] = "swapped"
-    traced.model.graph.node[index + 1].output[0] = "position"
-    traced.model.graph.node.insert(index + 2, pick)
-    found = parity(traced, [probe(call)])
+    model.graph.node[index + 1].input[0] = "swapped"
+    model.graph.node[index + 1].output[0] = "position"
+    model.graph.node.insert(index + 2, pick)
+    found = parity(replace(traced, model=as_ir(model)), [probe(call)])
     assert all(r.passed for r in found.rows) and all(g.passed for g in found.gates)
 
 
@@ -161,7 +164,7 @@ def test_values_nan_on_both_sides_pass_and_are_flagged() -> None:
 def test_random_operators_stay_random_and_are_named(draw: Callable[[], Tensor]) -> None:
     """T11: not folded to one draw; told as what they are, not as a mismatch."""
     call, _, traced = exported(Forward(lambda x: (x * 2, x + draw())), (torch.zeros(4),))
-    session = OnnxRuntime().open(traced.light)
+    session = OnnxRuntime().open(traced.model)
     runs = {tuple(session.run(call.feed)["output_1"].tolist()) for _ in range(40)}
     assert len(runs) > 1
     found = parity(traced, [probe(call)])
@@ -175,10 +178,11 @@ def test_random_operators_stay_random_and_are_named(draw: Callable[[], Tensor]) 
 def test_a_draw_that_was_folded_is_a_failure() -> None:
     """T11."""
     call, _, traced = exported(Forward(lambda x: x + torch.randn(4)), (torch.zeros(4),))
-    node = next(n for n in traced.model.graph.node if n.op_type.startswith("Random"))
-    traced.model.graph.initializer.append(numpy_helper.from_array(np.ones(4, np.float32), node.output[0]))
-    traced.model.graph.node.remove(node)
-    found = parity(traced, [probe(call)])
+    model = proto(traced.model)
+    node = next(n for n in model.graph.node if n.op_type.startswith("Random"))
+    model.graph.initializer.append(numpy_helper.from_array(np.ones(4, np.float32), node.output[0]))
+    model.graph.node.remove(node)
+    found = parity(replace(traced, model=as_ir(model)), [probe(call)])
     (gate,) = (g for g in found.gates if not g.passed)
     assert gate.name.startswith("non-deterministic op") and "one draw" in gate.seen
 
@@ -195,15 +199,14 @@ def test_what_the_runtime_refuses_is_told_with_the_module(net: Exported) -> None
 @pytest.mark.parametrize("value", ["linear", "linear_1"])
 def test_the_smallest_model_that_shows_it(net: Exported, tmp_path: Path, value: str) -> None:
     call, axes, traced = net
-    model = onnx.ModelProto()
-    model.CopyFrom(traced.model)
+    model = proto(traced.model)
     add_after(model, value, "Add", np.full(1, 0.5, np.float32))
-    changed, probes = replace(traced, model=model), [probe(call), probe(call, axes, n=5)]
+    changed, probes = replace(traced, model=as_ir(model)), [probe(call), probe(call, axes, n=5)]
     row = reproduce(changed, probes, parity(changed, probes).rows, tmp_path / "bug")
     assert row is not None and row.name == value
-    cut, feed = onnx_files.load(tmp_path / "bug" / onnx_files.FILE), dict(np.load(tmp_path / "bug" / INPUTS))
-    assert [n.op_type for n in cut.graph.node] == ["Gemm", "Add"]
-    (seen,) = OnnxRuntime().open(cut.SerializeToString()).run(feed).values()
+    cut, feed = onnx_files.read_model(tmp_path / "bug" / onnx_files.FILE), dict(np.load(tmp_path / "bug" / INPUTS))
+    assert [n.op_type for n in cut.graph] == ["Gemm", "Add"]
+    (seen,) = OnnxRuntime().open(cut).run(feed).values()
     np.testing.assert_allclose(seen - 0.5, np.load(tmp_path / "bug" / EXPECTED), rtol=1e-4, atol=1e-5)
 
 
@@ -216,7 +219,7 @@ def test_nothing_to_reproduce_where_all_is_good(net: Exported, tmp_path: Path) -
 
 def test_identity_survives_saving_and_no_path_does(net: Exported, tmp_path: Path) -> None:
     onnx_files.save(net[2].model, tmp_path)
-    saved = onnx_files.load(tmp_path / onnx_files.FILE)
+    saved = onnx_files.read_model(tmp_path / onnx_files.FILE)
     assert module_identity.modules(saved)["layer_norm"] == "blocks.0.norm"
     assert module_identity.sources(net[2].model)["layer_norm"] == "nets.py:26" and not module_identity.sources(saved)
     blob = (tmp_path / onnx_files.FILE).read_bytes()

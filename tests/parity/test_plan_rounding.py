@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from layerline.backends.light import split
 from layerline.compare.compare_models import compare
+from layerline.graph.io.ir_convert import as_ir
 from layerline.graph.quantization import convert, qdq
 from layerline.graph.quantization.convert import Converted
 from layerline.graph.quantization.qdq_placement import Rules, place
@@ -85,7 +85,7 @@ def test_pairs_that_a_model_brings_one_behind_the_other():
     }"""
     weight = np.int8([[1, 20], [3, -40], [-5, 60], [7, 8]])
     stored = {"s": np.float32(0.02), "t": np.float32(0.05), "z": np.int8(0), "w": weight}
-    brought = convert.with_own_qdq(split(model(text, **stored)), Rules())
+    brought = convert.with_own_qdq(as_ir(model(text, **stored)), Rules())
     feed = {"x": X[:, :4]}
     [row] = compare(brought.reference, brought.measured, [feed], isolated=True)
     assert row.extra[OWN] > 20 and own_errors(brought, [feed]).keys() <= {"y"}

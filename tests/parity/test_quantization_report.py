@@ -10,6 +10,7 @@ from layerline.graph.quantization import qdq
 from layerline.graph.quantization.convert import Converted
 from layerline.parity import default_session, quantization_report
 from layerline.pipeline.report import Gate, Report
+from tests.forms import proto
 from tests.graph.test_qdq import f32
 from tests.graph.test_range_choice import setup
 
@@ -20,8 +21,8 @@ def test_a_session_as_near_to_float_as_the_graph_as_written_is_no_failure(tmp_pa
     light, placed, histograms, feed = setup(text, f32(8, 6), w=f32(6, 5))
     plan: QuantPlan = qdq.plan(light, placed, histograms, "minmax")
     quantized = qdq.apply(light, plan)
-    saved = quantized.copy()
-    for tensor in saved.model.graph.initializer:
+    saved = proto(quantized)
+    for tensor in saved.graph.initializer:
         if tensor.name == "w/scale":
             tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(1 + wrong), "w/scale"))
     onnx_files.save(saved, tmp_path)

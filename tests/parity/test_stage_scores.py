@@ -6,7 +6,6 @@ import numpy as np
 import onnx
 import pytest
 
-from layerline.backends.light import split
 from layerline.export.signature import Signature, Value
 from layerline.graph.io import onnx_files
 from layerline.graph.quantization import qdq
@@ -16,6 +15,7 @@ from layerline.pipeline.errors import StageError
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from tests.backends import models
+from tests.forms import as_ir
 from tests.graph.test_qdq import model
 from tests.parity.test_on_backend import Quiet
 
@@ -127,9 +127,9 @@ def check_emulated(tmp_path, quantized, rel) -> None:
 
 def test_weights_in_float4_are_evaluated_by_the_numbers_that_they_stand_for(tmp_path) -> None:
     net = model("g (float[n, 16] x) => (float[n, 2] y) { y = MatMul (x, w) }", w=np.ones((16, 2), np.float32))
-    stored = qdq.apply(net, qdq.plan(net, place(net, Rules(format="nvfp4")), {}, "minmax"))
+    stored = qdq.apply(as_ir(net), qdq.plan(as_ir(net), place(as_ir(net), Rules(format="nvfp4")), {}, "minmax"))
     folders = {}
-    for stage, light in (("fuse", split(net)), ("quantize", stored)):
+    for stage, light in (("fuse", as_ir(net)), ("quantize", stored)):
         folders[stage] = tmp_path / stage
         folders[stage].mkdir()
         onnx_files.save(light, folders[stage])

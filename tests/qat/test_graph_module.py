@@ -8,15 +8,14 @@ import pytest
 import torch
 from onnx import numpy_helper, parser
 
-from layerline.backends.light import split
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.histogram import Histogram
-from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.io.opset import raise_opset
 from layerline.graph.quantization import qdq, qdq_placement
 from layerline.pipeline.errors import StageError
 from layerline.qat import training
 from layerline.qat.graph_module import GraphModule
+from tests.forms import as_ir, proto
 
 RNG = np.random.default_rng(0)
 NET = """g (float[n, 3, 6, 6] x) => (float[n, 4] y) {
@@ -40,17 +39,17 @@ X = RNG.standard_normal((5, 3, 6, 6)).astype(np.float32)
 def light(text=NET, **weights):
     model = parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20]>\n{text}')
     model.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in (weights or WEIGHTS).items())
-    return split(model)
+    return as_ir(model)
 
 
 def plan_of(model, feed, rules=None):
-    placement = qdq_placement.place(model, rules)
+    placement = qdq_placement.place(as_ir(model), rules)
     names = [wanted.name for wanted in placement.wanted if wanted.role == "activation"]
     values = {**feed, **OnnxRuntime().open(model, names).run(feed)}
     histograms = {name: Histogram() for name in names}
     for name, histogram in histograms.items():
         histogram.update(values[name])
-    return qdq.plan(model, placement, histograms, "minmax")
+    return qdq.plan(as_ir(model), placement, histograms, "minmax")
 
 
 def places(plan):
@@ -59,9 +58,9 @@ def places(plan):
 
 def places_in(model):
     """Who reads what behind a DequantizeLinear, by the name of the float value."""
-    made = {o: node for node in model.model.graph.node for o in node.output}
+    made = {o: node for node in proto(model).graph.node for o in node.output}
     found = set()
-    for node in model.model.graph.node:
+    for node in proto(model).graph.node:
         for index, name in enumerate(node.input):
             source = made.get(name)
             if source is not None and source.op_type == "DequantizeLinear":
@@ -84,7 +83,7 @@ def test_what_is_fake_quantised_is_what_the_plan_says_and_the_onnx_has():
     model = light()
     plan = plan_of(model, {"x": X})
     module = GraphModule(model, plan)
-    quantized = qdq.apply(model, plan)
+    quantized = qdq.apply(as_ir(model), plan)
     assert {v.name for v in plan.values} == {"x", "w1", "r", "w2", "m", "k", "f", "v"}
     assert set(module.quantized) == places(plan) == places_in(quantized)
     steps = {value.name: value.scales[0] for value in plan.values if value.role == "activation"}
@@ -98,7 +97,7 @@ def test_another_scale_is_more_than_a_step_away():
     values = tuple(
         dataclasses.replace(v, scales=(v.scales[0] * 3,)) if v.name == "r" else v for v in plan.values
     )  # fmt: skip
-    quantized = qdq.apply(model, dataclasses.replace(plan, values=values))
+    quantized = qdq.apply(as_ir(model), dataclasses.replace(plan, values=values))
     name, ratio = training.worst(GraphModule(model, plan), quantized, [{"x": X}], {})
     assert name == "c" and ratio > 1
 
@@ -121,7 +120,7 @@ def test_fp8_is_quantised_as_onnxruntime_does_it_beside_int8(formats):
     model = raise_opset(light(), 19)
     plan = plan_of(model, {"x": X}, qdq_placement.Rules(formats=formats))
     module = GraphModule(model, plan, learned=True)
-    quantized = qdq.apply(model, plan)
+    quantized = qdq.apply(as_ir(model), plan)
     assert {v.dtype for v in plan.values if v.name in ("w2", "v")} == {"float8e4m3fn"}
     assert set(module.quantized) == places(plan) == places_in(quantized)
     name, ratio = training.worst(module, quantized, [{"x": X}], {})
@@ -140,12 +139,12 @@ def test_pruned_weights_stay_zero_and_the_others_move():
         optimizer.zero_grad()
         module(torch.from_numpy(X))[0].square().sum().backward()
         optimizer.step()
-    after = to_ir(module.trained(model)).graph.initializers["w1"].const_value.numpy()
+    after = as_ir(module.trained(model)).graph.initializers["w1"].const_value.numpy()
     assert np.array_equal(after == 0, pruned == 0) and not np.allclose(after, pruned)
     # The graph keeps its names, and what is not trained its numbers.
     trained = module.trained(model)
-    assert [n.output for n in trained.model.graph.node] == [n.output for n in model.model.graph.node]
-    assert np.array_equal(to_ir(trained).graph.initializers["half"].const_value.numpy(), WEIGHTS["half"])
+    assert [n.output for n in proto(trained).graph.node] == [n.output for n in proto(model).graph.node]
+    assert np.array_equal(as_ir(trained).graph.initializers["half"].const_value.numpy(), WEIGHTS["half"])
 
 
 def test_an_operator_without_a_gradient_is_named_before_anything_is_trained():

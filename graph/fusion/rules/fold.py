@@ -9,15 +9,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
-from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.analysis.ir_queries import Array, is_random, static, subgraphs
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import everywhere
-from layerline.graph.io.ir_convert import store
 from layerline.pipeline.errors import StageError
 
 KEPT = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Constant"})
@@ -151,30 +148,30 @@ def _evaluate(nodes: list[ir.Node], wanted: list[ir.Value], work: Rewriting) -> 
 
 def evaluate(nodes: list[ir.Node], wanted: list[ir.Value], model: ir.Model) -> dict[str, Array]:
     """The wanted values by name, of `nodes` in order, fed by constants only. Raises StageError where one fails."""
-    light = _submodel(nodes, wanted, model)
     try:
-        outputs = OnnxRuntime(threads=1, few_runs=True).open(light).run({})
+        outputs = OnnxRuntime(threads=1, few_runs=True).open(_submodel(nodes, wanted, model)).run({})
         return {name: np.asarray(array) for name, array in outputs.items()}
     except StageError as error:
-        where = light.model.graph.output[0].name
+        where = wanted[0].name or ""
         raise StageError(f"onnxruntime can't compute it ({error.what.splitlines()[0]})", where=where) from error
 
 
-def _submodel(nodes: list[ir.Node], wanted: list[ir.Value], model: ir.Model) -> Light:
+def _submodel(nodes: list[ir.Node], wanted: list[ir.Value], model: ir.Model) -> ir.Model:
+    # A view takes nodes as they are; what they read from outside of it are its stored tensors.
     computed: set[ir.Value] = set()
     for node in nodes:
         computed.update(node.outputs)
-    constants: dict[str | None, ir.Value] = {}
+    constants: dict[ir.Value, None] = {}
     for node in nodes:
-        constants.update((value.name, value) for value in node.inputs if value is not None and value not in computed)
-    outputs = [onnx.helper.make_empty_tensor_value_info(v.name) for v in wanted]
-    graph = onnx.helper.make_graph([ir.serde.serialize_node(n) for n in nodes], "constants", [], outputs)
-    opsets = [onnx.helper.make_opsetid(d, v) for d, v in model.opset_imports.items()]
-    light = Light(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version), {})
-    for name, value in constants.items():
-        assert value.const_value is not None and name
-        store(light, name, value.const_value)
-    return light
+        constants.update((value, None) for value in node.inputs if value is not None and value not in computed)
+    view = ir.GraphView([], wanted, nodes=nodes, initializers=list(constants), opset_imports=model.opset_imports)
+    graph = view.clone()
+    graph.name = "constants"
+    for output in graph.outputs:
+        # onnxruntime finds type and shape itself, and refuses others.
+        output.type = None
+        output.shape = None
+    return ir.Model(graph, ir_version=model.ir_version)
 
 
 def _needed(value: ir.Value, nodes: list[ir.Node]) -> list[ir.Node]:
