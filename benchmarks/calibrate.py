@@ -77,7 +77,7 @@ def ours(model: Path, out: Path, samples: int, calibrator: str) -> Callable[[], 
     from layerline.graph.quantization import calibration_data, measured_plan, qdq, qdq_placement
 
     def run() -> None:
-        loaded, rules = onnx_files.parts(model), qdq_placement.Rules()
+        loaded, rules = onnx_files.read_model(model), qdq_placement.Rules()
         placed = qdq_placement.place(loaded, rules)
         names = [w.name for w in placed.wanted if w.role == "activation"]
         feeds = (Batch({"x": x}, None, len(x)) for x in batches(samples))

@@ -27,15 +27,16 @@ from unittest import mock
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import helper, numpy_helper
 from safetensors.numpy import load_file, save_file
 from sklearn.datasets import load_digits
 
 from layerline import cli
-from layerline.backends.light import split
 from layerline.export import torch_export
 from layerline.graph.fusion import fuse
 from layerline.graph.io import module_identity
+from layerline.graph.io.ir_convert import as_ir
 from layerline.graph.quantization import measured_plan, qdq
 from layerline.training.state import checkpoint
 
@@ -515,7 +516,7 @@ def in_graph(
 
     def faulty(*arguments: Any, **options: Any) -> Any:
         result = original(*arguments, **options)
-        whole = getattr(result, "light", result).whole()
+        whole = ir.to_proto(result if stage == "quantize" else result.model)
         nodes = [node for node in whole.graph.node if fits(whole, node)]
         if not nodes:  # a trial with weights alone
             return result
@@ -524,10 +525,8 @@ def in_graph(
         for name in layers_at(whole, node):
             places.update([name, *modules.get(name, name).split(", ")])
         edit(whole, node)
-        light = split(whole)
-        if stage == "export":
-            return dataclasses.replace(result, model=light.model, weights=light.weights)
-        return light if stage == "quantize" else dataclasses.replace(result, light=light)
+        edited = as_ir(whole)
+        return edited if stage == "quantize" else dataclasses.replace(result, model=edited)
 
     path = projects.copy(network(seed, nets), seed)
     if stage != "quantize":

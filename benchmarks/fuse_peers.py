@@ -23,6 +23,7 @@ from typing import Any
 import fuse_models
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 
 from layerline.graph.fusion.fuse import fuse
@@ -44,7 +45,7 @@ class Result:
 
 def ours(model: fuse_models.Model, out: Path) -> None:
     done = fuse(onnx_files.read_model(model.path), [model.feed(0), model.feed(1)])
-    onnx.save(done.model, str(out))
+    onnx.save(ir.to_proto(done.model), str(out))
 
 
 def simplify(model: fuse_models.Model, out: Path) -> None:

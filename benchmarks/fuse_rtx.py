@@ -16,6 +16,7 @@ from typing import Any
 
 import fuse_models
 import numpy as np
+import onnx_ir as ir
 import tensorrt_rtx as trt
 
 from layerline.graph.fusion.fuse import fuse
@@ -70,8 +71,8 @@ def main(names: Sequence[str], folder: Path) -> None:
     for model in fuse_models.models(folder):
         if names and model.name not in names:
             continue
-        proto, feeds = onnx_files.read_model(model.path), [model.feed(0), model.feed(1)]
-        fused = fuse(proto, feeds).model
+        proto, feeds = onnx_files.load(model.path), [model.feed(0), model.feed(1)]
+        fused = ir.to_proto(fuse(proto, feeds).model)
         results = [build(m.SerializeToString(), feeds) for m in (proto, fused)]
         built[model.name] = results[0][1] > 0, results[1][1] > 0
         print(f"| {model.name} | {_cell(*results[0])} | {_cell(*results[1])} |", flush=True)

@@ -25,6 +25,7 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.analysis.rounding_noise import drawn
 from layerline.graph.fusion.fuse import fuse
 from layerline.graph.fusion.rules import RULES
+from layerline.graph.io.ir_convert import as_ir
 from layerline.pipeline.errors import PipeError
 
 KINDS = ("node", "pytorch-converted", "pytorch-operator", "simple")
@@ -68,14 +69,14 @@ def verdict(case: Any, fired: Counter[str]) -> str:
         before = [session.run(feed) for feed in data]
     except Exception:  # noqa: BLE001 - whatever the runtime or the case's own files can't do is not ours
         return "declined by onnxruntime"
-    if drawn(model):
+    if drawn(as_ir(model)):
         return "random"
     try:
         fused = fuse(model, data)
     except PipeError as error:
         return f"refused: {error}"
     fired.update(f.site.rule for f in fused.firings)
-    after = OnnxRuntime().open(fused.model.SerializeToString())
+    after = OnnxRuntime().open(fused.model)
     for feed, expected in zip(data, before, strict=True):
         outputs = after.run(feed)
         for name, value in expected.items():
