@@ -46,7 +46,7 @@ def check_calibration(
         of_all = "" if count is None else f" of {count}"
         look.ok(f"{hook}()", f"calibrates with {outlined(batch.feed)}{of_all}")
         if requested is not None and count is not None and count < requested:
-            what = f"{requested} are asked for, {hook}() has {count}"
+            what = f"{requested} are requested, {hook}() has {count}"
             look.warn("quantize.samples", what, "all of them will be used")
 
 

@@ -14,7 +14,7 @@ from layerline.compare.comparison_graph import joint
 from layerline.graph.analysis.ir_queries import graph_values, stored_tensor
 from layerline.graph.io.ir_convert import as_ir
 from layerline.pipeline.errors import StageError
-from layerline.pipeline.report import LayerDiff, Scalar, decibels
+from layerline.pipeline.report import LayerDiff, Row, decibels
 
 # The axis of an operator's result that counts its channels.
 _AXES = dict.fromkeys(("Conv", "ConvTranspose", "BatchNormalization", "InstanceNormalization", "MaxPool"), 1)
@@ -22,7 +22,6 @@ _AXES |= dict.fromkeys(("Gemm", "MatMul", "LayerNormalization", "RMSNormalizatio
 # The result has the channels of what they read.
 _ELEMENTWISE = frozenset(("Add", "Cast", "Clip", "Div", "Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul"))
 _ELEMENTWISE |= {"PRelu", "Relu", "Sigmoid", "Sub", "Tanh"}
-Row = dict[str, Scalar]
 
 
 def channel_errors(

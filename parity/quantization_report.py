@@ -38,10 +38,10 @@ from layerline.pipeline.report import (
     Gate,
     LayerDiff,
     Report,
+    Row,
     Scalar,
 )
 
-Row = dict[str, Scalar]
 _LAST_STEP = 127.5 / 127  # what is less than half a step beyond the range is rounded into it
 _BY_CHANNEL = 8  # layers, those with the lowest own SQNR
 _CHANNELS = 32  # of a layer

@@ -15,12 +15,11 @@ from layerline.parity.paired_metric import Interval, rows_of
 from layerline.pipeline.config.budgets import Budget, usual
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.metric import Metric, score
-from layerline.pipeline.report import Scalar
+from layerline.pipeline.report import Row
 
 MOST_SLICES = 1000
 """Of more slices, the metric is not computed for each."""
 MOST_FLIPPED = 1000
-Row = dict[str, Scalar]
 
 
 def by_slice(metric: Metric, predictions: Predictions, budgets: Mapping[str, Budget]) -> tuple[list[Row], str]:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from layerline.pipeline.config.quantize_fields import HALF_TYPES
 from layerline.pipeline.report import Report, Scalar
-
-HALF_TYPES = ("fp16", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ Cosine = Annotated[float, AfterValidator(_cosine)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Measure = Literal["max_abs", "mean_abs", "rel_l2"]
 Scalar = Annotated[float | int | str | bool | None, BeforeValidator(_number)]
+Row = dict[str, Scalar]
 Order = Literal["own", "error", "sqnr", "effect", "gain", "clipped", "network"]
 """How the rows of a table are sorted: by a measure, worst first, by how far they are beyond their tolerance and then by
 SQNR (`error`), or as the network runs."""

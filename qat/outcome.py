@@ -11,12 +11,11 @@ from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
 from layerline.parity import output_sqnr, quantization_report
 from layerline.parity.accuracy_budget import Measured
-from layerline.pipeline.report import OWN, Report, Scalar
+from layerline.pipeline.report import OWN, Report, Row
 from layerline.qat.training import Trained
 
 PTQ, REPAIRED, QAT = "PTQ", "PTQ with repairs", "QAT"
 _WORST = 5  # layers of each model
-Row = dict[str, Scalar]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -212,7 +212,7 @@ def _proved(proof: Proof, *, asked: int, interrupted: bool) -> Report:
         if proof.begun_from:
             notes = [f"began from {proof.begun_from}, the newest checkpoint of the interrupted training"]
     if proof.steps < asked:
-        notes.append(f"{asked} steps were asked for; each half of what the training has left is {proof.steps}")
+        notes.append(f"{asked} steps were requested; each half of what the training has left is {proof.steps}")
     tables: dict[str, list[dict[str, Any]]] = {}
     if proof.difference:
         tables["First difference"] = [dataclasses.asdict(proof.difference)]

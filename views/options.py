@@ -163,4 +163,6 @@ def refuse(options: Mapping[str, object], reason: str) -> None:
     """Refuses options, by name, that mean nothing here; those that are not used pass."""
     for name, value in options.items():
         if value:
-            raise ConfigError(f"it {reason}", where=f"--{name}", hint="leave it out, or see: pipe diff --help")
+            raise ConfigError(
+                f"it {reason}", where=f"--{name}", hint="leave it out; a command lists its options with --help"
+            )

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from layerline.pipeline import nearest
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.inputs.untrusted import printable
-from layerline.pipeline.report import EFFECT, OWN, WEIGHT, LayerDiff, Report, Scalar
+from layerline.pipeline.report import EFFECT, OWN, WEIGHT, LayerDiff, Report, Row, Scalar
 from layerline.views import formatting
 
 # Of all of them a lower figure is the worse one.
@@ -19,7 +19,6 @@ _JOINED = ", "  # paths of a layer that fuse merged
 _LISTED = 5  # layers in an error message
 
 
-Row = dict[str, Scalar]
 """A measure of a layer that is below its limit: `layer`, `value`, `measure`, `seen` and `limit`."""
 
 

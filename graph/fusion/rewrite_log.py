@@ -12,13 +12,11 @@ from typing import Any
 from layerline.graph.fusion.firing import Site
 from layerline.graph.fusion.fuse import Fused
 from layerline.graph.fusion.verify_rewrites import Proof
-from layerline.pipeline.report import Scalar
+from layerline.pipeline.report import Row
 
 FILE = "rewrites.json"
 # A rule that declines at every layer of a deep network says so this often, then how often more.
 PER_RULE = 20
-
-Row = dict[str, Scalar]
 
 
 def save(folder: Path, fused: Fused) -> None:

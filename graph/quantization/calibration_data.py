@@ -14,6 +14,7 @@ from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.calib import collect, selection
 from layerline.calib.calibration_survey import Survey
 from layerline.calib.samples import Batch, Input, Positions, Samples
+from layerline.pipeline.config.quantize_fields import Selection
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.stage import Work
 
@@ -21,7 +22,6 @@ MOST_FEEDS = 128
 """Samples that the rounding of weights is chosen on, and that a default session is judged on."""
 MOST_OPTIMISED = 1 << 28
 """Bytes of weights up to which calibration runs an optimised session, which holds two further copies of them."""
-Selection = Literal["even", "stratified", "coverage"]
 LEAST, DENSE = 8, 64
 """Of fewer than LEAST samples none is held out. Else every second of the first LEAST is, every fourth of the first
 DENSE, and every 32nd of the others."""

@@ -10,8 +10,7 @@ import onnx_ir as ir
 from layerline.graph.analysis.ir_queries import first_output
 from layerline.graph.quantization.naming import matching
 from layerline.graph.quantization.targets import FORMATS
-
-HALVES = ("fp16", "bf16")
+from layerline.pipeline.config.quantize_fields import HALF_TYPES
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def resolve(model: ir.Model, layers: Mapping[str, str]) -> LayerFormats:
             quantized[name] = wanted
             continue
         kept[name] = f"layers: {pattern} is {wanted}"
-        if wanted in HALVES:
+        if wanted in HALF_TYPES:
             half.add(name)
             half_type = wanted
     return LayerFormats(kept, half, quantized, half_type)

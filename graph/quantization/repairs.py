@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import get_args
 
 import onnx_ir as ir
 
@@ -14,9 +14,9 @@ from layerline.graph.quantization import awq, equalization, rounding
 from layerline.graph.quantization.convert import Calibrated
 from layerline.graph.quantization.measured_plan import OutputReference
 from layerline.graph.quantization.targets import FORMATS
+from layerline.pipeline.config.quantize_fields import Repair
 
-Repair: TypeAlias = Literal["equalize", "smooth", "awq", "adaround", "gptq"]
-REPAIRS: tuple[Repair, ...] = ("equalize", "smooth", "awq", "adaround", "gptq")
+REPAIRS: tuple[Repair, ...] = get_args(Repair)
 """In the order in which they are tried. Scaling changes the ranges of channels, and rounding needs the final ranges."""
 SAME_DB = 100.0
 """Least SQNR of the float model's outputs after scaling. Rounding in float32 alone leaves about 140 dB; less than 100

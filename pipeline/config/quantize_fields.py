@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
@@ -14,6 +14,9 @@ from layerline.pipeline.stage import Stage
 
 FORMATS = ("int8", "fp8", "int4", "nvfp4")
 """The modes that quantise: the formats of graph/quantization/targets.py."""
+HALF_TYPES = ("fp16", "bf16")
+Repair: TypeAlias = Literal["equalize", "smooth", "awq", "adaround", "gptq"]
+Selection: TypeAlias = Literal["even", "stratified", "coverage"]
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "tensorrt": FORMATS,
     "onnxruntime": ("int8", "int4"),
@@ -40,13 +43,13 @@ class QuantizeFields(Stage):
     """How the clipping threshold is chosen. auto tries the four others on a few samples and takes, for each value, the
     one with the smallest error at the layers that read it; a layer that keeps less than 10 dB with each of them stays
     float. Where the outputs keep clearly more with one calibrator for all values, that one is taken. Softmax, Sigmoid
-    and Clip have known bounds and use these. Choices are judged on calibration samples that are held out of the ranges:
-    of eight and more, a quarter. fp8 takes the greatest value, or the percentile where that is set."""
+    and Clip have known bounds and use these. Of eight calibration samples and more some are held out of the ranges, and
+    choices are judged on these. fp8 takes the greatest value, or the percentile where that is set."""
     percentile: float = Field(default=99.99, gt=0, le=100)
     """For calibrator percentile: per cent of the non-zero values that stay inside the range."""
     samples: PositiveInt = 512
     """Calibration samples at most."""
-    selection: Literal["even", "stratified", "coverage"] = "even"
+    selection: Selection = "even"
     """Which samples calibrate. even: spread evenly over the data. stratified: the same number of each `slice`, or else
     of each label, and rare ones whole. coverage: of eight times as many, those whose activations differ most; these are
     extremes, so take it for rare inputs that must not be clipped."""
@@ -62,7 +65,7 @@ class QuantizeFields(Stage):
     bias_correction: bool = False
     """In mode int8 or fp8, take what quantisation adds to a channel on average off the bias of its layer, if the
     outputs gain on held-out samples; the report says how much."""
-    repairs: tuple[Literal["equalize", "smooth", "awq", "adaround", "gptq"], ...] = ()
+    repairs: tuple[Repair, ...] = ()
     """In modes that quantise, what is tried before any training to lose less; each stays where the outputs gain on
     samples that it was not fitted on, which takes eight calibration samples at least. For int8 layers: equalize:
     channels that share a scale are evened out between layers with at most a Relu in between; in float that changes
@@ -193,7 +196,7 @@ class QuantizeFields(Stage):
         for pattern, wanted in layers.items():
             if mode == "none" or wanted not in allowed:
                 raise ValueError(f"expected a format that mode {mode} has for {pattern}")
-        half_types = {wanted for wanted in (*layers.values(), rest) if wanted in ("fp16", "bf16")}
+        half_types = {wanted for wanted in (*layers.values(), rest) if wanted in HALF_TYPES}
         if len(half_types) > 1:
             raise ValueError("expected one half type, fp16 or bf16, in layers and rest together")
         return {pattern.removesuffix(RESCALED): wanted for pattern, wanted in layers.items()}

@@ -271,7 +271,7 @@ SLOW = {
     ),
     "more samples than there are": Wrong(
         "quantize.samples",
-        "5000 are asked for, train_data() has 41",
+        "5000 are requested, train_data() has 41",
         yaml="quantize: {samples: 5000}",
         old="quantize",
         state="warning",

@@ -167,7 +167,7 @@ def test_it_begins_where_a_training_was_cut_short(tmp_path: Path, monkeypatch: p
     assert report.passed and report.metrics["began_at_step"] == 3
     assert report.metrics["steps"] == 2, "5 steps are left of 8, so each half has 2"
     note, cut = report.notes
-    assert cut == "9 steps were asked for; each half of what the training has left is 2"
+    assert cut == "9 steps were requested; each half of what the training has left is 2"
     assert note == "began from step-00000003.safetensors, the newest checkpoint of the interrupted training"
     assert kept == {p: p.read_bytes() for p in (tmp_path / "scratch").rglob("*") if p.is_file()}
     (newest,) = [p for p in kept if p.name == "step-00000003.safetensors"]

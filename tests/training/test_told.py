@@ -363,7 +363,7 @@ def test_a_proof_says_its_cause_and_that_it_was_cut_short() -> None:
     assert passed.passed and not passed.hint
     assert _proved(passed, asked=3, interrupted=False).notes == ()
     assert _proved(passed, asked=100, interrupted=False).notes == (
-        "100 steps were asked for; each half of what the training has left is 3",
+        "100 steps were requested; each half of what the training has left is 3",
     )
     for name, repeats, hint in (("data/x", True, "train_data()"), ("online/w", True, "register"),
                                 ("online/w", False, "not at fault")):  # fmt: skip
