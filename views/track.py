@@ -66,6 +66,8 @@ class MLflow:
     """A run at MLFLOW_TRACKING_URI, or in the project's `mlflow.db`. The page is an artifact of it."""
 
     def __init__(self, project: Project, run_id: str) -> None:
+        # MLflow reads this when it is imported.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
 
         location = None

@@ -66,9 +66,7 @@ def tuned(
     if calibrator != "auto":
         return Tuned(qdq.plan(model, placed, histograms, calibrator, percentile=percentile), rules, ())
     chosen = range_choice.choose(model, rules, placed, histograms, _spread(feeds), percentile=percentile)
-    floated = tuple(
-        f"{layer} stays float: quantised it would have {db:.1f} dB by itself" for layer, db in chosen.floated.items()
-    )
+    floated = tuple(f"{layer} stays float: {chosen.rules.keep[layer]}" for layer in chosen.floated)
     plan = qdq.plan(model, chosen.placement, histograms, "mse", percentile=percentile, chosen=chosen.thresholds)
     trials = Trials(model, feeds, held_out)
     auto_db = least(trials.decibels(qdq.apply(model, plan)))
