@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from layerline.graph.quantization import measured_plan
 from layerline.graph.quantization.calibration_data import TOO_FEW
 from layerline.graph.quantization.convert import Calibrated, Converted
-from layerline.graph.quantization.repairs import Repair, Repairer
+from layerline.graph.quantization.repairs import Repairer
 from layerline.parity.search_judge import Judge, Verdict
+from layerline.pipeline.config.quantize_fields import Repair
 from layerline.pipeline.report import Report, Scalar
 
 LEAST_GAIN_DB = 0.1

@@ -16,11 +16,10 @@ from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step, shown
 from layerline.pipeline.reasons import awaited, changes
 from layerline.pipeline.records.ledger import Run
-from layerline.pipeline.report import LayerDiff, Order, Report
+from layerline.pipeline.report import LayerDiff, Order, Report, Row
 from layerline.pipeline.runner import Outcome
 from layerline.pipeline.why import Trial
 from layerline.views.follow import in_network_order
-from layerline.views.selection import Row
 
 Document = dict[str, Any]
 
