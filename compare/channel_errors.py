@@ -12,6 +12,7 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare.comparison import Comparison
 from layerline.compare.comparison_graph import joint
 from layerline.graph.analysis.ir_queries import graph_values, stored_tensor
+from layerline.graph.fusion.affine_ops import rows as rows_by_output
 from layerline.graph.io.ir_convert import as_ir
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import LayerDiff, Row, decibels
@@ -140,10 +141,8 @@ def _greatest_weights(node: ir.Node | None, channels: int) -> Array | None:
         groups = node.attributes.get_int("group", 1)
         magnitudes = np.abs(weight).reshape(groups, -1, *weight.shape[1:]).max(axis=1)
         greatest = magnitudes.reshape(groups * weight.shape[1], -1).max(axis=1)
-    elif node.op_type == "Conv" or (node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1):
-        greatest = np.abs(weight).reshape(len(weight), -1).max(axis=1)
-    elif node.op_type in ("Gemm", "MatMul"):
-        greatest = np.abs(weight).reshape(-1, weight.shape[-1]).max(axis=0)
+    elif node.op_type in ("Conv", "Gemm", "MatMul"):
+        greatest = np.abs(rows_by_output(node, weight)).max(axis=1)
     else:
         return None
     return greatest if len(greatest) == channels else None

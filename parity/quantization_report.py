@@ -61,14 +61,17 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
     if mode == "none":
         return Report(stage=stage, notes=("mode none: the model is passed on as it is",))
     rows = _quantized_rows(converted, qdq.weight_sqnr(converted.reference, converted.plan, converted.rounded))
+    columns = _columns(converted, rows)
     graph = converted.reference.graph
     layers = blamed(compare(converted.reference, converted.measured, probes, isolated=True, sizes_differ=True), graph)
     explained = plan_rounding.own_errors(converted, probes)
     records: list[LayerDiff] = []
     for record in (*_input_rows(converted, probes), *layers):
+        extra = dict(record.extra)
         if record.name in explained:
-            record = dataclasses.replace(record, extra={**record.extra, ROUNDING: explained[record.name]})
-        records.append(_with_columns(record, rows, converted))
+            extra[ROUNDING] = explained[record.name]
+        extra |= columns.get(record.name, {})
+        records.append(dataclasses.replace(record, extra=extra))
     gates = list(_conversion_gate(converted, mode))
     if runs_on_onnxruntime(converted):
         gates += _emulation_gate(converted, probes)
@@ -353,16 +356,16 @@ def with_samples(report: Report, converted: Converted, feeds: Sequence[Feed]) ->
     return dataclasses.replace(report, tables={**tables, CHANNELS: channels})
 
 
-def _with_columns(record: LayerDiff, rows: Mapping[tuple[str, str], Row], converted: Converted) -> LayerDiff:
-    """Adds the clipped share of the value and the SQNR of the layer's weights."""
-    extra: Row = dict(record.extra)
+def _columns(converted: Converted, rows: Mapping[tuple[str, str], Row]) -> dict[str, Row]:
+    """By value: the share of it that is clipped, and the SQNR of the weights of the layer that computes it."""
+    columns: dict[str, Row] = {}
     for value in converted.plan.values:
         row = rows[value.name, value.dtype]
-        if value.name == record.name:
-            extra[CLIPPED] = row["clipped"]
-        if value.role == "weight" and any(reader == record.name for reader, _ in value.readers):
-            extra[WEIGHT] = row["sqnr_db"]
-    return dataclasses.replace(record, extra=extra)
+        columns.setdefault(value.name, {})[CLIPPED] = row["clipped"]
+        if value.role == "weight":
+            for reader, _ in value.readers:
+                columns.setdefault(reader, {})[WEIGHT] = row["sqnr_db"]
+    return columns
 
 
 def _emulation_gate(converted: Converted, probes: Sequence[Feed]) -> tuple[Gate, ...]:
