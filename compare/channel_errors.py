@@ -37,7 +37,7 @@ def channel_errors(
     """A row for each channel of each layer, the worst channels of a layer first.
 
     `own_sqnr_db`, `max_abs` and `share` (of the layer's error) are with exact inputs, `sqnr_db` is cumulative, `least`
-    and `greatest` are of the reference, and `weight_ratio` is the greatest weight beside that of half of the channels.
+    and `greatest` are of the reference, and `weight_ratio` is the greatest weight over the median of all channels.
 
     Args:
         records: the rows of the layers in a comparison of the two models.
