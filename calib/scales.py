@@ -180,8 +180,9 @@ def block_multiples(
     least = np.full(len(rows), np.inf)
     for factor in _FACTORS[dtype]:
         if dtype == "float4e2m1":
-            # A block of tiny numbers has the smallest float8 as its scale, for 0 is none.
-            multiples = np.maximum(amax * factor / _DTYPES[dtype][0] / whole, _LEAST_E4M3).astype(np.float32)
+            # A block of tiny numbers has the smallest float8 as its scale, for 0 is none; nor is 0 in float16.
+            least_multiple = np.maximum(_LEAST_E4M3, LEAST_SCALE / whole)
+            multiples = np.maximum(amax * factor / _DTYPES[dtype][0] / whole, least_multiple).astype(np.float32)
             multiples = to_type(multiples, "float8e4m3fn").astype(np.float32)
         else:
             multiples = scale_of(amax * factor, dtype)

@@ -53,6 +53,7 @@ def _rows(model: ir.Model, layers: Sequence[Layer], feeds: Iterable[Feed]) -> di
     parts: dict[str, list[Numbers]] = {source: [] for source in first_readers}
     for layer, value in rounding.values_read(model, list(first_readers.values()), feeds):
         flat = value.reshape(-1, value.shape[-1])
+        flat = flat[np.isfinite(flat).all(axis=1)]
         missing = ROWS - sum(len(part) for part in parts[layer.source])
         count = min(missing, ROWS_OF_A_FEED, len(flat))
         if count > 0:

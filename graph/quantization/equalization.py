@@ -161,6 +161,7 @@ def _measured(model: ir.Model, tapped: Sequence[tuple[str, int, int]], feeds: It
         samples += max((len(array) for array in feed.values() if array.ndim), default=1)
         for name, axis, count in tapped:
             rows = np.moveaxis(values[name], axis, 0).reshape(count, -1).astype(np.float64)
+            rows = rows[:, np.isfinite(rows).all(axis=0)]
             amax[name] = np.maximum(amax[name], np.abs(rows).max(axis=1, initial=0.0))
             squares[name] += np.square(rows).sum(axis=1)
             elements[name] += rows.shape[1]

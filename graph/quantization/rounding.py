@@ -232,7 +232,9 @@ def _inputs(model: ir.Model, layers: Sequence[Layer], feeds: Iterable[Feed]) -> 
     for layer, data in values_read(model, layers, feeds):
         if layer.activation is not None:
             data, _ = qdq.rounded(data, layer.activation)
-        yield layer, _windows(layer, data)
+        rows = _windows(layer, data)
+        # One NaN would spoil all sums of the layer.
+        yield layer, rows[np.isfinite(rows).all(axis=(1, 2))]
 
 
 def values_read(model: ir.Model, layers: Sequence[Layer], feeds: Iterable[Feed]) -> Iterator[tuple[Layer, Numbers]]:

@@ -61,6 +61,30 @@ def test_gptq_bears_inputs_that_are_never_fed():
     assert np.isfinite(stored.dequantized()).all()
 
 
+def test_no_block_of_a_half_precision_weight_has_the_scale_0():
+    weight = np.full((2, 64), 0.02, np.float16)
+    weight[0, 16:32], weight[1, :16] = 0, 1e-6
+    moments = np.eye(64, dtype=np.float32)
+    # numpy fails where a number is divided by 0.
+    with np.errstate(all="raise", under="ignore"):
+        for stored in (in_blocks(weight, 1, 16, "float4e2m1"), gptq.rounded(weight, moments, 16, "float4e2m1")):
+            assert (stored.scales.astype(np.float16) > 0).all()
+            np.testing.assert_allclose(stored.dequantized(), weight, rtol=0.02, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_repairs_leave_out_rows_that_are_not_finite(bad):
+    light, feed = net_and_feed(np.random.default_rng(6))
+    plan = planned(light, "int4")
+    spoilt = {"x": np.concatenate([feed["x"], np.full((1, 64), bad, np.float32)])}
+    exact = rounding.rounded(light, plan, lambda: [feed], blocks=True).arrays
+    other = rounding.rounded(light, plan, lambda: [spoilt], blocks=True).arrays
+    assert exact.keys() == other.keys() == {"w1", "w2"}
+    for name, stored in exact.items():
+        np.testing.assert_array_equal(stored.dequantized(), other[name].dequantized())
+    assert awq.scaled(light, plan, lambda: [spoilt]).groups == 2
+
+
 NET = """g (float[n, 64] x) => (float[n, 32] y) {
   l = LayerNormalization (x, scale, shift)
   a = Gemm <transB = 1> (l, w1, b1)

@@ -760,15 +760,16 @@ def test_names_are_looked_up_before_any_sample_is_calibrated(work, mode):
 @pytest.mark.parametrize(
     ("fields", "states"),
     [
-        ({}, ["warning"]),
+        ({}, ["error"]),
+        ({"skip": ("conv",)}, ["warning"]),
         ({"mode": "fp16"}, []),
         ({"mode": "int4"}, []),
-        ({"mode": "int4", "layers": {"conv": "int8"}}, ["warning"]),
+        ({"mode": "int4", "layers": {"conv": "int8"}}, ["error"]),
     ],
 )
 def test_check_misses_samples_only_where_ranges_are_needed(work, fields, states):
     task = work("")
     look = Inspection(task.root, task.task)
-    look.shared["signature"] = Signature.load(task.inputs["model"])
+    look.shared |= {"signature": Signature.load(task.inputs["model"]), "ops": ["Conv", "Relu"]}
     Quantize(**fields).check(look)
     assert [f.state for f in look.findings if f.item == "calib_data()"] == states
