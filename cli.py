@@ -389,8 +389,14 @@ def report(
         opt.refuse({"run": run_id, "set": shared.sets}, reason)
         with live.served(shared.project, port or 0) as server:
             say(f"{server.url} shows the run; Ctrl-C closes the view, not the run", err=shared.as_json)
-            server.watch(shared.project)
+            watched = server.watch(shared.project)
             run = lookup.find_run(shared.planner, None)
+            for filed in shared.planner.ledger.runs():
+                if filed.id == watched:
+                    run = filed
+            if watched not in ("", run.id):
+                what = "the run left no record of its own: nothing changed, or it was stopped"
+                say(f"note: {what}; the page is of {run.id}", err=True)
             text = html.of_run(shared.planner, run, compare or ())
             write_atomic(output, text)
             server.hand_over(text)

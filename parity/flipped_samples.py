@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from layerline.backends.base import Array
+from layerline.calib.samples import as_array
 from layerline.parity.evaluate import Batch, Predictions
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.untrusted import printable
@@ -42,7 +43,8 @@ def shown(
     first = 0
     for batch in batches:
         for number in sorted(by_number.keys() & set(range(first, first + batch.rows))):
-            sample = {name: array[number - first] for name, array in batch.feed.items() if array.ndim}
+            # Copies: a show() that writes into its argument must not change the samples that others measure on.
+            sample = {name: array[number - first].copy() for name, array in batch.feed.items() if array.ndim}
             display = _display(sample, task)
             if display:
                 answers = _answers(predictions, number)
@@ -61,10 +63,13 @@ def _display(sample: Mapping[str, Array], task: Task) -> dict[str, Scalar]:
         result = task.call("show", argument)
         if isinstance(result, str):
             return {"text": printable(" ".join(result.split()), CHARACTERS)}
-        image = _image(np.asarray(result))
+        with task.blaming("show()"):  # a ragged list, or an array of another library on a device
+            array = as_array(result)
+        image = _image(array)
         if image is None:
-            what = f"it returned {type(result).__name__}, expected text or an image"
-            raise TaskError(what, where="show", hint="an image is an array: (height, width), or with 1 or 3 channels")
+            what = f"it returned {type(result).__name__}, expected text or an image; its shape is {array.shape}"
+            hint = f"an image is (height, width), or with 1 or 3 channels; sides of {LEAST_SIDE} to {GREATEST_SIDE}"
+            raise TaskError(what, where="show", hint=hint)
         return {"picture": _data_uri(image)}
     for array in sample.values():
         image = _image(array)
@@ -78,7 +83,7 @@ def _image(array: Array) -> Array | None:
 
     Floats and wide integers are stretched between their least and greatest value: they may be normalised in any way.
     """
-    if array.dtype.kind not in "fui":
+    if array.dtype.kind not in "fuib":
         return None
     if array.ndim == 3 and array.shape[0] in _CHANNELS:
         array = np.moveaxis(array, 0, 2)

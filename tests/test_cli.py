@@ -482,11 +482,25 @@ def test_a_run_is_shown_while_it_goes_on_and_its_page_is_written_at_the_end(
     assert "--run" in pipe("report", "--serve", "--run", "last").err
     pipe("run", "all")
     with run_lock.at_work(folder.state):
-        monkeypatch.setattr(live.LiveServer, "watch", lambda server, project: None)  # as if the run ended now
+        monkeypatch.setattr(live.LiveServer, "watch", lambda server, project: "")  # as if the run ended now
         said = pipe("report", "--serve", "--json")
     assert re.search(r"http://127\.0\.0\.1:\d+/ shows the run", said.err)
     assert said.document == {"run": pipe("runs", "--json").document["runs"][0]["id"], "page": "report.html"}
     assert "Follow a layer" in (folder.root / "report.html").read_text()
+
+
+def test_the_page_is_of_the_run_that_was_shown_and_else_a_note_says_of_which(
+    pipe: Pipe, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = pipe("run", "all", "--json").document["run"]
+    newest = pipe("run", "all", "--set", "source.rate=2", "--json").document["run"]
+    pages = []
+    for watched in (first, newest, "a run that was killed"):
+        monkeypatch.setattr(live.LiveServer, "watch", lambda server, project, run_id=watched: run_id)
+        with run_lock.at_work(folder.state):
+            said = pipe("report", "--serve", "--json")
+        pages.append((said.document["run"], f"the page is of {newest}" in said.err))
+    assert pages == [(first, False), (newest, False), (newest, True)]
 
 
 def test_the_page_tells_the_causes_that_the_reports_hold_without_foreign_code(

@@ -46,6 +46,7 @@ class Progress:
     """A run that is going on. `done` of `total` units of the stage at work are finished."""
 
     stages: list[StageProgress]
+    run: str = ""  # the id under which it will be filed
     done: int = 0
     total: int = 0
     figures: dict[str, str] = field(default_factory=dict)
@@ -69,10 +70,10 @@ def read(state: Path) -> Progress | None:
 class Journal:
     """A listener that keeps the file up to date. The lock of the run (`run_lock.at_work`) removes it at the end."""
 
-    def __init__(self, project: Project) -> None:
+    def __init__(self, project: Project, run_id: str) -> None:
         self._state = project.state
         self._path = project.state / "running" / f"{os.getpid()}.json"
-        self._progress = Progress(stages=[StageProgress(name=stage.name) for stage in project.stages])
+        self._progress = Progress(stages=[StageProgress(name=stage.name) for stage in project.stages], run=run_id)
         self._by_name = {stage.name: stage for stage in self._progress.stages}
         self._at_work = ""
         self._written = -math.inf
@@ -152,12 +153,12 @@ def watched_run(project: Project, listener: Listener, names: Sequence[str] | Non
     """Runs stages. The first rank keeps the file for `pipe report --serve`, and logs where pipe.yaml says."""
     if launched()[0]:
         return Runner(project, listener).run(names, force=force)
-    listeners = Listeners(listener, Journal(project))
+    run_id = new_run_id()
+    listeners = Listeners(listener, Journal(project, run_id))
     if project.track is None:
-        return Runner(project, listeners).run(names, force=force)
+        return Runner(project, listeners).run(names, force=force, run_id=run_id)
     from layerline.views.track import Tracking  # here: it imports the page
 
-    run_id = new_run_id()
     tracking = Tracking(project, run_id, listener)
     done = None
     try:

@@ -52,13 +52,16 @@ class LiveServer(ThreadingHTTPServer):
         self._watching = 0  # pages that follow the events
         self._report = ""
 
-    def watch(self, project: Project) -> None:
-        """Shows the run until it has ended."""
+    def watch(self, project: Project) -> str:
+        """Shows the run until it has ended, and returns its id; empty where it keeps no file about itself."""
+        run_id = ""
         while (progress := journal.read(project.state)) is not None:
+            run_id = progress.run or run_id
             logs = {stage: curves(rows) for stage, rows in progress.logs.items()}
             board = self._board.render(title=self._title, progress=cleaned(progress), logs=logs)
             self._post(f"data: {json.dumps(board)}\n\n")
             time.sleep(LOOK_EVERY_S)
+        return run_id
 
     def hand_over(self, report: str) -> None:
         """Has the open pages load the report, and waits until they have."""

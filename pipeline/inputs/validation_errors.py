@@ -142,9 +142,11 @@ def _located(raw: Any, error: ErrorDetails) -> _Fault:
         if is_index or (isinstance(node, Mapping) and part in node):
             node = node[part]
             place.append(part)
+        elif part == "[key]":  # pydantic's mark for a mapping's key
+            continue
         elif error["type"] in ("missing", "told") and depth == len(error["loc"]):
             place.append(part)
-        elif part != "[key]":  # "[key]" is pydantic's mark for a mapping's key
+        else:
             if union is None:
                 union = tuple(place)
             if str(part).isidentifier() and not isinstance(node, Mapping):

@@ -96,6 +96,40 @@ def test_show_gives_a_text_or_an_image(tmp_path: Path) -> None:
         show(tokens, task(tmp_path, "def show(sample): return 3"))
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("[[1, 2], [3]]", "inhomogeneous"),
+        ("numpy.zeros((5000, 4))", r"its shape is \(5000, 4\)"),
+        ("numpy.zeros((8, 8, 4))", r"its shape is \(8, 8, 4\)"),
+        ("{}", "it returned dict"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_what_show_can_not_return_is_named(returned: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=message) as error:
+        show(np.zeros((2, 3)), task(tmp_path, f"import numpy\ndef show(sample): return {returned}"))
+    assert "show" in str(error.value)
+
+
+def test_masks_and_tensors_with_gradients_are_images(tmp_path: Path) -> None:
+    (row,) = show(np.zeros((2, 3)), task(tmp_path, "import numpy\ndef show(sample): return numpy.eye(4) > 0"))
+    np.testing.assert_array_equal(pixels(row["picture"]), 255 * np.eye(4))
+    text = "import torch\ndef show(sample): return torch.eye(4, requires_grad=True).bfloat16()"
+    (row,) = show(np.zeros((2, 3)), task(tmp_path, text))
+    np.testing.assert_array_equal(pixels(row["picture"]), 255 * np.eye(4))
+
+
+def test_show_can_not_change_the_samples(tmp_path: Path) -> None:
+    inputs = np.ones((2, 4, 4))
+    batch = Batch({"x": inputs}, None, 2, filler=0)
+    scores = {"float": np.eye(3)[[0, 0]], "result": np.eye(3)[[2, 2]]}
+    flips = [{"sample": 1, "metric": "accuracy", "became": "wrong"}]
+    hook = task(tmp_path, "def show(sample):\n    sample *= 0\n    return sample")
+    assert len(flipped_samples.shown(flips, Predictions(scores, None), [batch], hook)) == 1
+    assert inputs.min() == 1
+
+
 def test_the_number_of_samples_is_bounded(tmp_path: Path) -> None:
     images = np.zeros((50, 1, 4, 4), np.float32)
     rows = show(images, task(tmp_path), tuple(range(49, 0, -1)))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline import ModelOptimizer
+from layerline.training.loop import step_engine
 from layerline.training.optimizers import gradient_norm
 
 
@@ -125,8 +126,9 @@ def test_a_run_with_joined_layers_is_resumed_to_the_last_bit(width: int, tmp_pat
     assert all(torch.equal(t, again.export()[n]) for n, t in mo.export().items())
 
 
-def test_memory_of_gradients_is_free_before_the_next_backward_pass() -> None:
+def test_memory_of_large_gradients_is_free_before_the_next_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(4, 4)
+    monkeypatch.setattr(step_engine, "_LARGE", layer.weight.nbytes + layer.bias.nbytes)
     mo = ModelOptimizer(layer, {"optimizer": {"name": "sgd"}})
     mo.backward(layer(torch.ones(1, 4)).sum())
     first = weakref.ref(layer.weight.grad)
@@ -137,3 +139,12 @@ def test_memory_of_gradients_is_free_before_the_next_backward_pass() -> None:
     out.register_hook(lambda _: there.append(first() is not None))
     mo.step(out.sum())
     assert there == [False]
+
+
+def test_small_gradients_are_freed_at_once() -> None:
+    layer = nn.Linear(4, 4)
+    mo = ModelOptimizer(layer, {"optimizer": {"name": "sgd"}})
+    mo.backward(layer(torch.ones(1, 4)).sum())
+    gradient = weakref.ref(layer.weight.grad)
+    mo.step()
+    assert layer.weight.grad is None and gradient() is None

@@ -17,7 +17,7 @@ from tests.pipeline.fakes import Folder, Listener
 
 def test_the_file_tells_stage_progress_and_rows(folder: Folder) -> None:
     project = folder.load()
-    writer = Journal(project)
+    writer = Journal(project, "r1")
     assert journal.read(project.state) is None
     with at_work(project.state):
         begun = journal.read(project.state)
@@ -47,7 +47,7 @@ def test_looking_leaves_nothing_behind(folder: Folder) -> None:
 
 def test_a_long_log_is_thinned(folder: Folder) -> None:
     project = folder.load()
-    writer = Journal(project)
+    writer = Journal(project, "r1")
     with at_work(project.state):
         writer.started(project.stages[0], "")
         for step in range(ROWS + 1):
@@ -72,7 +72,7 @@ def test_a_real_run_is_told_to_all_listeners(folder: Folder) -> None:
     project, other = folder.load(), Listener()
     seen: list[journal.Progress | None] = []
     other.finished = lambda result: seen.append(journal.read(project.state))  # type: ignore[method-assign]
-    assert Runner(project, Listeners(Journal(project), other)).run().passed
+    assert Runner(project, Listeners(Journal(project, "r1"), other)).run().passed
     last = seen[-1]
     assert last is not None and {stage.state for stage in last.stages} == {"ran"}
     assert other.began == [stage.name for stage in project.stages]

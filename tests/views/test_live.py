@@ -55,7 +55,7 @@ def test_only_the_page_is_served_and_only_to_this_machine(server: LiveServer) ->
 
 def test_the_events_follow_the_run_and_end_with_the_report(folder: Folder, server: LiveServer) -> None:
     project = folder.load()
-    writer = Journal(project)
+    writer = Journal(project, "r1")
     writer.started(project.stages[0], "<script>alert(1)</script>")
     writer.progress(1, 4)
     with closing(connect(server)) as connection:
@@ -94,11 +94,15 @@ def test_the_watch_ends_with_the_run(folder: Folder, monkeypatch: pytest.MonkeyP
     with at_work(project.state) as _:
         opened = live.served(project, 0)
         server = opened.__enter__()
-        watcher = threading.Thread(target=server.watch, args=(project,))
+        Journal(project, "r1").say("")
+        shown: list[str] = []
+        watcher = threading.Thread(target=lambda: shown.append(server.watch(project)))
         watcher.start()
+        while not server.events().__next__().startswith("data"):
+            pass
         assert watcher.is_alive()
     watcher.join(timeout=10)
-    assert not watcher.is_alive()
+    assert not watcher.is_alive() and shown == ["r1"]
     opened.__exit__(None, None, None)
     with pytest.raises(OSError):
         get(server)

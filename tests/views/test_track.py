@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from layerline import cli
 from layerline.pipeline.check import check, require_tracker
 from layerline.pipeline.errors import ConfigError, Unavailable
 from layerline.pipeline.runner import Outcome, Runner
 from layerline.views import terminal
+from layerline.views.journal import watched_run
 from layerline.views.track import Tracking
 from tests.pipeline.fakes import Folder, Listener
 
@@ -155,7 +155,7 @@ def test_the_command_logs_the_run_under_its_id(least: int, folder: Folder, monke
     monkeypatch.setattr("layerline.views.track.require_tracker", lambda name: None)
     monkeypatch.setattr(Recorded, "opened", [])
     project = folder.load("track=mlflow", f"judge.at_least={least}", "double.factor=3")
-    done = cli._watched_run(project, terminal.Silent(), None, force=False)
+    done = watched_run(project, terminal.Silent(), None, force=False)
     (tracker,) = Recorded.opened
     assert done.passed == (least == 0) and tracker.run_id == done.run
     assert tracker.logged["outcome"] == {True: "FINISHED", False: "FAILED"}[done.passed]
