@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from layerline.backends.base import Array
-from layerline.calib.samples import as_array
 from layerline.parity.evaluate import Batch, Predictions
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.untrusted import printable
@@ -64,7 +63,9 @@ def _display(sample: Mapping[str, Array], task: Task) -> dict[str, Scalar]:
         if isinstance(result, str):
             return {"text": printable(" ".join(result.split()), CHARACTERS)}
         with task.blaming("show()"):  # a ragged list, or an array of another library on a device
-            array = as_array(result)
+            if hasattr(result, "detach"):
+                result = result.detach().cpu()
+            array = np.asarray(result)
         image = _image(array)
         if image is None:
             what = f"it returned {type(result).__name__}, expected text or an image; its shape is {array.shape}"

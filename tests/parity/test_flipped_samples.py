@@ -115,7 +115,7 @@ def test_what_show_can_not_return_is_named(returned: str, message: str, tmp_path
 def test_masks_and_tensors_with_gradients_are_images(tmp_path: Path) -> None:
     (row,) = show(np.zeros((2, 3)), task(tmp_path, "import numpy\ndef show(sample): return numpy.eye(4) > 0"))
     np.testing.assert_array_equal(pixels(row["picture"]), 255 * np.eye(4))
-    text = "import torch\ndef show(sample): return torch.eye(4, requires_grad=True).bfloat16()"
+    text = "import torch\ndef show(sample): return torch.eye(4, requires_grad=True)"
     (row,) = show(np.zeros((2, 3)), task(tmp_path, text))
     np.testing.assert_array_equal(pixels(row["picture"]), 255 * np.eye(4))
 

@@ -13,6 +13,7 @@ from layerline.training.distributed import rendezvous
 from layerline.training.distributed.rendezvous import Phases
 
 _BACK = "the backward pass"
+_NOBODY = "no rank is behind: one hangs or was killed, or the connection between them is broken"
 
 
 class Store(dict[str, str]):
@@ -62,7 +63,11 @@ _UPDATED = "the user's code after the update"
         ({"phase": _UPDATED, "step": 6}, f"rank 1 was last seen in {_UPDATED} of step 6"),
         ({"phase": _BACK, "step": 6}, "rank 1 was last seen in the backward pass of step 6"),
         ({"phase": _UPDATED}, f"rank 1 was last seen in {_UPDATED} of step 7"),
-        ({}, "no rank is behind: one was killed, or the connection between them is broken"),
+        ({}, _NOBODY),
+        (
+            {"phase": "reducing gradients"},
+            f"{_NOBODY}; rank 1 was last seen in reducing gradients of step 7",
+        ),
         (
             {"ended": "without an error", "step": 6},
             "rank 1 ended without an error in the backward pass of step 6 (it had fewer batches)",

@@ -155,14 +155,19 @@ class Phases:
     def diagnose(self) -> str:
         """A message that names the ranks that are missing, behind or gone."""
         time.sleep(_LAST_POST_S)
+        others = [rank for rank in range(self.size) if rank != self.rank]
         try:
-            messages = [self._about(rank) for rank in range(self.size) if rank != self.rank]
+            text = "; ".join(filter(None, map(self._about, others)))
+            if not text:  # one hangs or was killed in a part of the step in which all wait for each other
+                text = "no rank is behind: one hangs or was killed, or the connection between them is broken"
+                for rank in others:
+                    if self._place(rank) != self._place(self.rank):
+                        text += f"; rank {rank} was last seen in {self._place(rank)}"
         except RuntimeError:
             if self.rank == 0:
                 return "the store does not answer"
             return "rank 0 is gone: the store that it keeps does not answer"
-        text = "; ".join(filter(None, messages))
-        return text or "no rank is behind: one was killed, or the connection between them is broken"
+        return text
 
     def ended(self, ranks: Sequence[int]) -> str:
         """A message that names those of these ranks that have ended; "" for none."""
@@ -174,7 +179,7 @@ class Phases:
         state = self._state(rank)
         if state is None:
             return f"rank {rank} never started"
-        place = f"{state['phase']} of step {state['step']}"
+        place = self._place(rank)
         if state["ended"]:
             had_fewer = "without" in state["ended"] and state["step"] <= self.step
             return f"rank {rank} ended {state['ended']} in {place}" + (" (it had fewer batches)" if had_fewer else "")
@@ -182,6 +187,10 @@ class Phases:
         if (state["step"], waits_for_others) < (self.step, True):
             return f"rank {rank} was last seen in {place}"
         return ""
+
+    def _place(self, rank: int) -> str:
+        state = self._state(rank) or {"phase": "starting", "step": 0}
+        return f"{state['phase']} of step {state['step']}"
 
     def _state(self, rank: int) -> dict[str, Any] | None:
         key = f"phase/{rank}"
