@@ -73,6 +73,20 @@ def test_the_update_ratio_of_channels_last_weights(tmp_path: Path) -> None:
     assert float(_rows(mo, tmp_path / "m.csv")[0]["update_ratio"]) == pytest.approx(0.25)
 
 
+def test_a_resumed_run_measures_updates_at_the_same_steps(tmp_path: Path) -> None:
+    def trained(mo: ModelOptimizer, model: nn.Linear, until: int) -> list[int]:
+        while mo.global_step < until:
+            mo.step(model.weight.sum())
+        return [int(row["step"]) for row in _rows(mo, tmp_path / "m.csv") if row["update_ratio"]]
+
+    model, mo = _scalar(training={"log_interval": 1})
+    assert trained(mo, model, 104) == list(range(1, 101))
+    mo.save_ckpt(tmp_path / "c")
+    resumed_model, resumed = _scalar(training={"log_interval": 1})
+    resumed.load_ckpt(tmp_path / "c")
+    assert trained(mo, model, 125)[100:] == trained(resumed, resumed_model, 125)[100:] == [110, 120]
+
+
 def test_several_models_have_a_file_each(tmp_path: Path) -> None:
     a, b = nn.Linear(1, 1), nn.Linear(1, 1)
     mo = ModelOptimizer({"a": a, "b": b}, {"training": {"log_interval": 1}})

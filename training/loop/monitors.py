@@ -40,6 +40,7 @@ _REVIEW = 10
 # Up to this step, every row has an `update_ratio`.
 _EACH_UPDATE = 100
 _ADDRESS = Tensor.data_ptr
+# Accepted steps in a row with a small gradient norm, from which on they are warned of.
 _LOW = 50
 # Seconds between two readings of peak memory, at least: it hardly grows in between, and asking the kernel costs.
 _PEAK_EVERY = 0.1
@@ -82,7 +83,6 @@ class Monitor:
         self._watched: list[Tensor] = []
         self._at: list[int] = []  # addresses of the parameters that `_watched` looks into
         self._before: Tensor | None = None
-        self._measured = 0  # the last step that `update_ratio` was measured of
         self._device = device_of(params[0])
         self._norms: deque[float] = deque(maxlen=_NORMS_KEPT)
         self._median = math.inf
@@ -127,10 +127,10 @@ class Monitor:
 
     def before(self, step: int) -> None:
         """Called before a step that will be a row. `update_ratio` costs as much as the rest of a row: after the first
-        steps it is measured at every tenth of them, at most."""
-        if not self._measures_updates or (step > _EACH_UPDATE and step - self._measured < _REVIEW):
+        steps it is measured once in ten of them, at steps that a resumed run measures too."""
+        is_first_of_ten = step // _REVIEW > (step - self.interval) // _REVIEW
+        if not self._measures_updates or (step > _EACH_UPDATE and not is_first_of_ten):
             return
-        self._measured = step
         addresses = list(map(_ADDRESS, self._params))
         if addresses != self._at:  # the first time, and where `module.to()` has moved them
             self._watched, self._at = _within(self._params, _RATIO_BYTES), addresses
@@ -143,11 +143,10 @@ class Monitor:
         self._norms.append(norm)
         if clipped:
             self._clipped += 1
-        if self._smooth == self._smooth:  # not NaN
-            if not math.isnan(loss):
-                self._smooth = _SMOOTHING * self._smooth + (1 - _SMOOTHING) * loss
-        else:
+        if math.isnan(self._smooth):
             self._smooth = loss
+        elif not math.isnan(loss):
+            self._smooth = _SMOOTHING * self._smooth + (1 - _SMOOTHING) * loss
         if norm > 100 * self._median:
             self.warn("norm_high", f"gradient norm {norm:.3g} is above 100 times its median {self._median:.3g}")
         elif norm < 0.1 * self._median < math.inf:
