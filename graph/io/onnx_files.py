@@ -292,11 +292,21 @@ def canonical(model: Model | Light) -> Light:
     del out.opset_import[:]
     out.opset_import.extend(opsets)
     for node in nodes(out):
+        # The default may be written out or left out, as that of tensors below.
+        if not node.domain:
+            node.ClearField("domain")
         for attribute in node.attribute:
             if attribute.HasField("g"):
                 attribute.g.name = attribute.name
     parts: list[Any] = [out, *out.functions, *nodes(out), *tensors(out)]
     for graph in graphs(out):
+        # A tensor has its type and shape with it.
+        stored = {tensor.name for tensor in graph.initializer}
+        if graph is out.graph:
+            stored |= light.weights.keys()
+        values = [value for value in graph.value_info if value.name not in stored]
+        del graph.value_info[:]
+        graph.value_info.extend(values)
         parts += [graph, *graph.input, *graph.output, *graph.value_info]
     for part in parts:
         part.ClearField("doc_string")
