@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from calibrate import peak_mb
 
 Feed = dict[str, np.ndarray]
 
@@ -129,14 +130,6 @@ def one_run(who: str, folder: Path, count: int) -> dict[str, float]:
     seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"seconds": seconds, "cpu_seconds": cpu, "peak_mb": peak_mb(), "values": values}
-
-
-def peak_mb() -> float:
-    """The most memory that this process had. ru_maxrss would begin at that of the process that started it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError("/proc/self/status has no VmHWM")
 
 
 def main() -> None:
