@@ -63,6 +63,7 @@ STRIPS = (
     Strip("loss", (Line("loss", "", "raw"), Line("loss_smooth", "smoothed", "main"))),
     Strip("learning rate", (Line("lr", "", "main"),), zero=True),
 )
+DRAWN = frozenset(line.column for strip in STRIPS for line in strip.lines) | {"step"}
 
 
 CONVERGENCE_STRIPS = (

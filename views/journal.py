@@ -23,6 +23,7 @@ from layerline.pipeline.records.run_lock import going_on
 from layerline.pipeline.runner import Listener, Outcome, Result, Runner
 from layerline.pipeline.stage import Stage
 from layerline.views import lines
+from layerline.views.curves import DRAWN
 from layerline.views.formatting import figure, heading
 
 EVERY_S = 0.5  # between two writes
@@ -97,7 +98,8 @@ class Journal:
 
     def row(self, figures: Mapping[str, float]) -> None:
         log = self._progress.logs.setdefault(self._at_work, [])
-        log.append({name: value for name, value in figures.items() if math.isfinite(value)})
+        # A row may have a column for each parameter: the file is written twice a second, and its size is bounded.
+        log.append({name: value for name, value in figures.items() if name in DRAWN and math.isfinite(value)})
         if len(log) > ROWS:
             del log[1::2]
         self._write_if_due()

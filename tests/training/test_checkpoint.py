@@ -408,3 +408,17 @@ def test_a_parameter_that_was_never_stepped_may_be_frozen_later(tmp_path, name) 
         mo.step(model[0](torch.ones(3, 2)).mean())
     assert torch.equal(models[0][0][0].weight, models[1][0][0].weight)
     assert torch.equal(models[0][0][1].weight, models[1][0][1].weight)
+
+
+def test_another_format_is_refused_and_its_weights_are_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    mo = ModelOptimizer(layer, {"optimizer": {"name": "sgd"}})
+    with monkeypatch.context() as older:
+        older.setattr(checkpoint, "FORMAT", checkpoint.FORMAT - 1)
+        path = mo.save_ckpt(tmp_path / "old.safetensors")
+    with pytest.raises(StageError, match=r"format 1, expected 2.*\n.*load_weights"):
+        mo.load_ckpt(path)
+    checkpoint.load_weights(other, path)
+    assert torch.equal(other.weight, layer.weight)

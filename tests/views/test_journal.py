@@ -24,7 +24,7 @@ def test_the_file_tells_stage_progress_and_rows(folder: Folder) -> None:
         assert begun is not None and begun.stages == []
         writer.started(project.stages[0], "never \x1b ran")
         writer.progress(3, 8, loss=0.25, lr=1e-3)
-        writer.row({"step": 3.0, "loss": math.inf, "lr": 1e-3})
+        writer.row({"step": 3.0, "loss": math.inf, "lr": 1e-3, "grad_norm/layer.weight": 1.0})
         writer.say("one \x1b[31m sentence")
         seen = journal.read(project.state)
         assert seen is not None

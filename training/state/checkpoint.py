@@ -125,7 +125,8 @@ def state(mo: Training, *, timings: bool = True) -> tuple[Tensors, dict[str, Any
 def restore(mo: Training, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
     """Puts a saved state into `mo`, which keeps some of the tensors. Where it does not fit, nothing is changed."""
     if meta.get("format") != FORMAT:
-        raise StageError(f"a checkpoint of format {meta.get('format')!r}, expected {FORMAT}", where="checkpoint")
+        what = f"a checkpoint of format {meta.get('format')!r:.80}, expected {FORMAT}: another version wrote it"
+        raise StageError(what, where="checkpoint", hint=optimizer_state.WEIGHTS_ALONE)
     if set(meta["lanes"]) != set(mo.lanes):
         what = f"the checkpoint holds {_model_names(meta['lanes'])}; here: {_model_names(mo.lanes)}"
         hint = f"{optimizer_state.WEIGHTS_ALONE}, with only=… where it holds several"
