@@ -250,7 +250,7 @@ class Quantize(QuantizeFields):
             note += f"; {held_out} more were held out, to judge choices on"
         fewer = converted.ranges.samples + held_out < self.samples and not converted.ranges.stopped
         if fewer and "samples" in self.model_fields_set:
-            note += f"; {self.samples} were asked for, and {data.hook()}() has no more"
+            note += f"; {self.samples} were requested, and {data.hook()}() has no more"
         return [note]
 
 

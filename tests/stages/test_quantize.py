@@ -617,11 +617,11 @@ def test_how_many_samples_were_used_and_what_one_is_worth_is_noted(work):
     metric = "def metric(outputs, targets): return 1.0\n"
     few = Quantize(samples=5000, max_drop=0.001).run(work(CALIB + LABELLED + metric))
     [note] = [note for note in few.notes if note.startswith("calibrated on")]
-    assert "on 28 samples; 12 more were held out" in note and "5000 were asked for" in note
+    assert "on 28 samples; 12 more were held out" in note and "5000 were requested" in note
     below = "max_drop 0.001 is less than one of the 40 samples of eval_data() is worth in metric (0.025)"
     assert any(note.startswith(below) for note in few.notes)
     enough = Quantize(samples=8, max_drop=0.1).run(work(CALIB + LABELLED + metric))
-    assert not any("were asked for" in note or "max_drop" in note for note in enough.notes)
+    assert not any("were requested" in note or "max_drop" in note for note in enough.notes)
 
 
 OWN = """g (float[n, 4] x) => (float[n, 3] y) {
