@@ -29,6 +29,9 @@ SAMPLES = 8
 CLEARLY_DB = 0.5
 """How much better another plan must be at the outputs to replace the one chosen value by value."""
 
+_SATURATING = ("Softmax", "LogSoftmax", "Sigmoid", "ArgMax", "ArgMin", "TopK")
+_MOVES = ("Identity", "Cast", "Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze")
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -131,13 +134,20 @@ def least_gain(before: Sequence[float | None], after: Sequence[float | None]) ->
 
 
 class OutputReference:
-    """Measures models against the outputs of one reference, which are computed once."""
+    """Measures models against the outputs of one reference, which are computed once.
+
+    An output behind a Softmax or the like is judged by the scores in front of it: half by all samples together, half by
+    the mean of their dB. Probabilities near 0 or 1 hide the error, so that the few samples in between would decide.
+    """
 
     def __init__(self, model: ir.Model, feeds: Sequence[Feed]) -> None:
         by_numbers = counted(model.graph)
         left_out = {*drawn(model), *by_numbers.outputs}
-        self.names = [name for name in names(model.graph.outputs) if name not in left_out]
-        self.names += [name for name in by_numbers.sources if name not in self.names]
+        outputs = [name for name in names(model.graph.outputs) if name not in left_out]
+        outputs += [name for name in by_numbers.sources if name not in outputs]
+        scores = _scores(model.graph, outputs)
+        self._by_sample = frozenset(scores.values())
+        self.names = list(dict.fromkeys(scores.get(name, name) for name in outputs))
         self.feeds = feeds
         self.exact = self._run(model)
 
@@ -156,22 +166,54 @@ class OutputReference:
 
         An element that is NaN or Inf on one side only makes it -inf: such a plan must not look better than another.
         """
-        signal, error = 0.0, 0.0
+        signals, errors = [np.zeros(0)], [np.zeros(0)]
         for exact, other in zip(self.exact, outputs, strict=True):
-            a, b = exact[name], other[name]
+            a, b = np.atleast_1d(exact[name]), np.atleast_1d(other[name])
             if a.dtype.kind not in "fiu" or a.shape != b.shape:
                 return None
             usable = np.isfinite(a) & np.isfinite(b)
             same = (a == b) | (np.isnan(a) & np.isnan(b))
             if not (usable | same).all():
                 return -math.inf
-            signal += float(np.square(a[usable].astype(np.float64)).sum())
-            error += float(np.square(a[usable].astype(np.float64) - b[usable]).sum())
-        return decibels(signal, error) if signal else None
+            wide = np.where(usable, a, 0).astype(np.float64)
+            inner_axes = tuple(range(1, a.ndim))
+            signals.append(np.square(wide).sum(inner_axes))
+            errors.append(np.square(wide - np.where(usable, b, 0)).sum(inner_axes))
+        signal, error = np.concatenate(signals), np.concatenate(errors)
+        if not signal.any():
+            return None
+        together = decibels(float(signal.sum()), float(error.sum()))
+        if name not in self._by_sample:
+            return together
+        relative = error[signal > 0] / signal[signal > 0]
+        # float32 rounds at about 140 dB: a sample that is exact must not decide alone either.
+        by_sample = float(-10 * np.log10(np.maximum(relative, 1e-14)).mean())
+        # The mean over samples alone would clip rare large numbers, as few samples have them.
+        return (together + by_sample) / 2
 
     def _run(self, model: ir.Model) -> list[dict[str, Array]]:
         session = OnnxRuntime(few_runs=True).open(own_qdq.emulate(model), self.names)
         return [session.run(feed) for feed in self.feeds]
+
+
+def _scores(graph: ir.Graph, outputs: Sequence[str]) -> dict[str, str]:
+    """The computed value that a Softmax, a Sigmoid or a choice at the end of the graph reads, by output."""
+    scores: dict[str, str] = {}
+    for node in graph:
+        for output in node.outputs:
+            score = _score(node)
+            if output.name is not None and output.name in outputs and score is not None:
+                scores[output.name] = score
+    return scores
+
+
+def _score(node: ir.Node | None) -> str | None:
+    while node is not None and node.op_type in _MOVES and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    if node is None or node.op_type not in _SATURATING or node.inputs[0] is None:
+        return None
+    computed = node.inputs[0].producer() is not None
+    return node.inputs[0].name if computed else None
 
 
 def corrected(
