@@ -65,9 +65,11 @@ def outputs(reference: ir.Model, measured: ir.Model, feeds: Sequence[Feed]) -> d
     for record in compare(reference, measured, feeds, pairs=pairs, sizes_differ=True):
         if record.name in by_numbers.outputs:
             continue
-        # -inf without a one-sided element: the reference is 0, and no ratio says how far off a result is.
-        db = -math.inf if record.one_sided else record.sqnr_db
-        if db is not None and (record.one_sided or db != -math.inf):
+        # A size that no operator is known to choose, as where two branches claim the same, is lost as well.
+        lost = bool(record.one_sided) or "mismatch" in record.extra
+        # -inf otherwise: the reference is 0, and no ratio says how far off a result is.
+        db = -math.inf if lost else record.sqnr_db
+        if db is not None and (lost or db != -math.inf):
             distances[record.name] = Output(db, 0.0 if record.cosine is None else record.cosine)
     return distances
 

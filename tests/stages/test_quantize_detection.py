@@ -2,10 +2,12 @@
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
 from layerline.export.signature import Value
 from layerline.graph.analysis.counted_values import counted
+from layerline.parity import output_sqnr
 from layerline.parity.default_session import check
 from layerline.stages.quantize import Quantize
 from tests.stages.test_quantize import model, rows, work  # noqa: F401 - work is a fixture
@@ -105,6 +107,10 @@ def test_a_search_judges_a_detector_by_the_same_values(work):  # noqa: F811
 
 
 TOKENS = "g (float[n, 8] x) => (float[k] y) {{ h = MatMul (x, w) {} }}"
+IF = """s = ReduceSum <keepdims = 0> (h) i = Cast <to = 9> (s) y = If (i) <
+  then_branch = t () => (float[n, 8] a) { a = Identity (h) }, else_branch = e () => (float"""
+LOOP = """last, y = Loop (k, , s) <body = b (int64 i, bool c, float v) => (bool d, float o, float e) {
+  o = Neg (v) e = Identity (v)"""
 CASES = {
     "kept = Compress (h, mask) y = Relu (kept)": ([], ()),
     "u = Unique (h) y = Relu (u)": (["u", "y"], ("h",)),
@@ -113,6 +119,12 @@ CASES = {
     "y, p = TopK (v, k)": (["y", "p"], ("v", "s")),
     # Indices of what is not 0 among constants, and sizes of the inputs, are the same in both models.
     "s = Shape (h) z = NonZero (s) v = Reshape (h, flat) y = Relu (v)": ([], ()),
+    # The branch that is taken, and the number of rounds.
+    f"{IF}[8] b) {{ b = ReduceMax <keepdims = 0> (h, zero) }}>": (["y"], ("h", "s")),
+    f"{IF}[m, 8] b) {{ b = Neg (h) }}>": ([], ()),
+    f"s = ReduceSum <keepdims = 0> (h) k = Cast <to = 7> (s) {LOOP} d = Identity (c) }}>": (["y"], ("s",)),
+    f"s = ReduceSum <keepdims = 0> (h) k = Constant <value_int = 3> () {LOOP} d = Identity (c) }}>": ([], ()),
+    f"s = ReduceSum <keepdims = 0> (h) k = Constant <value_int = 3> () {LOOP} d = Less (v, zero) }}>": (["y"], ("s",)),
     # What is scattered into has its own size.
     "z = NonZero (h) t = Transpose (z) o = GatherND (h, t) y = ScatterND (h, t, o)": (["z", "t", "o"], ()),
 }
@@ -125,8 +137,16 @@ def test_values_whose_size_depends_on_numbers(body):
     stored["mask"] = np.array([True, False])
     graph = model(text, **{name: array for name, array in stored.items() if f"{name})" in text or f", {name}" in text})
     values, sources = CASES[body]
-    result = counted(graph.graph)
+    result = counted(ir.from_proto(graph).graph)
     assert ([*result.values], result.sources) == (values, sources)
+
+
+def test_an_output_of_another_size_that_nothing_counts_has_lost_all():
+    exact = model("g (float[n] x) => (float[k] y) { y = Neg (x) }")
+    other = model("g (float[n] x) => (float[k] y) { y = Concat <axis = 0> (x, x) }")
+    distances = output_sqnr.outputs(ir.from_proto(exact), ir.from_proto(other), [{"x": np.float32([1, 2])}])
+    assert distances["y"].sqnr_db == -np.inf
+    assert not output_sqnr.gates(distances, output_sqnr.Bounds(10.0, None))[0].passed
 
 
 def test_a_default_session_that_finds_another_number_is_judged_by_what_is_counted(tmp_path, monkeypatch):
