@@ -80,8 +80,8 @@ def decibels_of_fresh_samples(work, net, samples, fresh, **fields):  # noqa: F81
     made = work(source, net=net, inputs=inputs, feeds=[{"x": samples[:2]}])
     np.save(made.task.path.with_name("x.npy"), samples)
     report = Quantize(min_db=-100, **fields).run(made)
-    reference = OutputReference(onnx_files.parts(made.inputs["model"] / onnx_files.FILE), [{"x": fresh}])
-    return reference.least_db(onnx_files.parts(made.out / onnx_files.FILE)), report
+    reference = OutputReference(onnx_files.read_model(made.inputs["model"] / onnx_files.FILE), [{"x": fresh}])
+    return reference.least_db(onnx_files.read_model(made.out / onnx_files.FILE)), report
 
 
 def check(work, kind, seed, count):  # noqa: F811
