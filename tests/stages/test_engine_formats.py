@@ -32,7 +32,9 @@ def test_fp8_is_refused_for_a_device_that_lacks_it_and_built_for_one_that_has_it
 def test_a_format_that_a_target_lacks_is_told_by_the_check(tmp_path: Path) -> None:
     nodes = [node("MatMul", ["x", "w"], ["y"], "fc")]
     proto = model(nodes, [("x", F, ["n", 4])], [("y", F, ["n", 4])], {"w": np.eye(4, dtype=np.float32)})
-    (tmp_path / "task.py").write_text("")
+    (tmp_path / "task.py").write_text(
+        "import numpy as np\n\ndef eval_data():\n    return {'x': np.ones((8, 4), np.float32)}\n"
+    )
     (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
     stages = "import-onnx: {file: m.onnx}\nengine: {targets: ['8.6']}\n"
     (tmp_path / "pipe.yaml").write_text(f"{stages}quantize: {{mode: fp8}}\n")

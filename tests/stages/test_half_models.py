@@ -4,11 +4,11 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from layerline.backends.light import split
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.export.signature import Value
 from layerline.graph.quantization import convert
 from layerline.stages.quantize import Quantize
+from tests.forms import as_ir
 from tests.stages.test_quantize import model, work  # noqa: F401 - a fixture
 
 X = np.float32([[1.0, 300.0, 2.0, 3.0]])
@@ -40,13 +40,13 @@ def branching(dtype):
     ]
     outputs = [helper.make_tensor_value_info(name, 1, ["n", 4]) for name in ("y", "z")]
     graph = helper.make_graph(main, "g", inputs, outputs)
-    return split(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10))
+    return as_ir(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10))
 
 
 def test_half_values_beside_float_branches_are_emulated():
     light = branching(TensorProto.FLOAT)
     assert convert.not_emulated(light) == ""
-    assert "square/narrow" in {name for node in convert.runnable(light).model.graph.node for name in node.output}
+    assert "square/narrow" in {value.name for node in convert.runnable(light).graph for value in node.outputs}
     y, z = OnnxRuntime().open(convert.runnable(light)).run({"x": X, "which": np.array(True)}).values()
     # 300² is beyond half's range: Inf - Inf. Float kernels would give 0.
     assert np.isnan(y[0, 1]) and y[0, 0] == 0
@@ -55,7 +55,7 @@ def test_half_values_beside_float_branches_are_emulated():
 
 def test_half_values_in_branches_are_left_to_the_runtime_and_named():
     light = branching(TensorProto.FLOAT16)
-    values = {name for node in convert.runnable(light).model.graph.node for name in node.output}
+    values = {value.name for node in convert.runnable(light).graph for value in node.outputs}
     assert "square/narrow" not in values
     assert "the body of choose computes in half" in convert.not_emulated(light)
 

@@ -257,7 +257,6 @@ def test_what_stays_float_is_halved_one_by_one_where_all_of_it_in_half_precision
 
 
 def test_a_model_that_loses_the_budget_on_the_first_samples_is_not_run_on_the_others(work, tmp_path):  # noqa: F811
-    from layerline.backends.light import split
     from layerline.graph.quantization import convert
     from layerline.graph.quantization.calibration_data import CalibrationData
     from layerline.parity.accuracy_budget import Evaluation
@@ -266,12 +265,12 @@ def test_a_model_that_loses_the_budget_on_the_first_samples_is_not_run_on_the_ot
     made = work(TASK + PLAIN_LABELS, net=TWO, inputs=X, feeds=FEEDS)
     data = CalibrationData(made, X, hooks=("calib_data",), samples=512, batch_size=16)
     evaluation = Evaluation(data)
-    exact = convert.unchanged(split(model("g (float[n, 8] x) => (float[n, 8] y) { y = MatMul (x, d) }", d=DEAF)))
+    exact = convert.unchanged(as_ir(model("g (float[n, 8] x) => (float[n, 8] y) { y = MatMul (x, d) }", d=DEAF)))
     # Of 200 samples the largest numbers lie in seven channels in turn: without the first one, 29 answers are wrong.
     deaf = DEAF.copy()
     deaf[0, 0] = 0
     other = model("g (float[n, 8] x) => (float[n, 8] y) { y = MatMul (x, d) }", d=deaf)
-    wrong = dataclasses.replace(exact, measured=split(other))
+    wrong = dataclasses.replace(exact, measured=as_ir(other))
     assert evaluation.hopeless(wrong, 0.01) is None  # the float model was not measured yet
     evaluation.measure(exact)
     first = evaluation.hopeless(wrong, 0.01)
