@@ -14,6 +14,7 @@ from layerline.calib.plan import QuantPlan
 from layerline.export.signature import Value
 from layerline.graph.io import onnx_files
 from layerline.stages.quantize import Quantize
+from tests.forms import as_ir
 from tests.stages.test_quantize import model, work  # noqa: F401 - a fixture
 
 RNG = np.random.default_rng(3)
