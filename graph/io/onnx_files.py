@@ -182,6 +182,8 @@ def _refuse_tensor(tensor: TensorProto, path: Path) -> None:
     what = ""
     if tensor.HasField("segment"):
         what = "is a segment of a tensor, which no runtime reads"
+    elif tensor.data_type == TensorProto.UNDEFINED:
+        what = "has no element type"
     elif tensor.data_type not in TensorProto.DataType.values():
         what = f"is of element type {tensor.data_type}, which ONNX has not"
     elif len(tensor.dims) > _MOST_AXES:

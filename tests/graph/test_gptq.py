@@ -202,8 +202,8 @@ def trained_transformer():
 def test_a_trained_transformer_loses_less_on_samples_that_were_not_read(name):
     import layerline
 
-    proto, x = trained_transformer()
-    light = raise_opset(as_ir(layerline.fuse(proto, [{"x": x[:2]}]).model), 23)
+    trained, x = trained_transformer()
+    light = raise_opset(as_ir(layerline.fuse(trained, [{"x": x[:2]}]).model), 23)
     plan = planned(light, name)
     assert len(plan.values) >= 8
     read, fresh = {"x": x[:128]}, x[128:]

@@ -196,11 +196,12 @@ def test_what_lies_outside_is_not_what_lies_inside(tmp_path: Path) -> None:
     assert np.array_equal(numpy_helper.to_array(proto(onnx_files.parts(path)).graph.initializer[0]), normal(64, 8))
 
 
-def test_a_tensor_of_an_unknown_type_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "what"), [(77, "is of element type 77"), (0, "has no element type")])
+def test_a_tensor_of_an_unknown_type_is_refused_by_name(kind: int, what: str, tmp_path: Path) -> None:
     model = _model()
-    model.graph.initializer.add(name="t", data_type=77, dims=(1000,), raw_data=bytes(4000))
+    model.graph.initializer.add(name="t", data_type=kind, dims=(1000,), raw_data=bytes(4000))
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
-    with pytest.raises(StageError, match="'t' is of element type 77"):
+    with pytest.raises(StageError, match=f"'t' {what}"):
         onnx_files.parts(tmp_path / "model.onnx")
 
 
