@@ -46,17 +46,8 @@ class OutputMatching(Distillation):
     outputs of any size count alike, and one that tells nothing has an error of 1.
     """
 
-    def mixed(
-        self,
-        outputs: Any,
-        loss: Tensor,
-        inputs: tuple[Any, ...],
-        named_inputs: dict[str, Any],
-        labels: Tensor | None = None,  # noqa: ARG002 - classes are no matter here
-        counted: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
-        with torch.no_grad():
-            wanted = self.teacher(*inputs, **named_inputs)
+    def distance(self, outputs: Any, wanted: Any, labels: Tensor | None, counted: Tensor | None) -> Tensor:
+        del labels, counted  # of classes
         errors: list[Tensor] = []
         for actual, expected in zip(pytree.tree_leaves(outputs), pytree.tree_leaves(wanted), strict=True):
             if not isinstance(expected, Tensor) or not expected.is_floating_point():
@@ -69,7 +60,7 @@ class OutputMatching(Distillation):
                 errors.append((actual[finite].float() - exact).square().mean() / power.clamp(min=1e-12))
         if not errors:
             raise TaskError("the model has no float output to compare with the teacher's", where="quantize.qat.distill")
-        return (1 - self.weight) * loss + self.weight * torch.stack(errors).mean()
+        return torch.stack(errors).mean()
 
 
 def maker(task: Task, inputs: list[str], outputs: list[str]) -> Callable[[GraphModule], Student]:

@@ -88,11 +88,15 @@ class Distillation:
         if self.teacher.training:  # model.train() on a module that holds the teacher too
             self.teacher.eval()
         with torch.no_grad():
-            wanted = first_output(self.teacher(*inputs, **named_inputs))
+            wanted = self.teacher(*inputs, **named_inputs)
+        return (1 - self.weight) * loss + self.weight * self.distance(outputs, wanted, labels, counted)
+
+    def distance(self, outputs: Any, wanted: Any, labels: Tensor | None, counted: Tensor | None) -> Tensor:
+        """How far the outputs are from what the teacher gave: the soft loss of the first of them."""
         logits = first_output(outputs)
         axis = class_axis(logits, labels) if self.axis is None else self.axis
-        soft = soft_loss(logits, wanted, temperature=self.temperature, axis=axis, counted=counted)
-        return (1 - self.weight) * loss + self.weight * soft
+        target = first_output(wanted)
+        return soft_loss(logits, target, temperature=self.temperature, axis=axis, counted=counted)
 
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, float | None]]
