@@ -9,16 +9,18 @@ from importlib import resources
 from typing import Any
 from urllib.parse import quote
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 
 def template(name: str, names: Mapping[str, Any]) -> Template:
     """A template of this package; `names` are what it may use besides its variables."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    environment = Environment(
+        loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
+    )
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
     environment.filters["url"] = lambda text: quote(text, safe="")
-    return environment.from_string(_file(name), dict(names))
+    return environment.get_template(name, globals=dict(names))
 
 
 def head(script_name: str, *further: str) -> dict[str, str]:
