@@ -136,13 +136,7 @@ def _greatest_weights(node: ir.Node | None, channels: int) -> Array | None:
     if node is None or tensor is None or len(tensor.shape) < 2 or not tensor.size:
         return None
     weight = tensor.numpy()
-    if node.op_type == "ConvTranspose":
-        # (inputs, outputs / group, ...): the outputs of a group stand together.
-        groups = node.attributes.get_int("group", 1)
-        magnitudes = np.abs(weight).reshape(groups, -1, *weight.shape[1:]).max(axis=1)
-        greatest = magnitudes.reshape(groups * weight.shape[1], -1).max(axis=1)
-    elif node.op_type in ("Conv", "Gemm", "MatMul"):
-        greatest = np.abs(rows_by_output(node, weight)).max(axis=1)
-    else:
+    if node.op_type not in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
         return None
+    greatest = np.abs(rows_by_output(node, weight)).max(axis=1)
     return greatest if len(greatest) == channels else None

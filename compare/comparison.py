@@ -16,7 +16,7 @@ from layerline.compare.topk_indices import pointers, resolved
 from layerline.compare.value_pairs import pair_values, why_two_sessions
 from layerline.compare.value_types import CODES, Shape, infer
 from layerline.graph.analysis.counted_values import counted
-from layerline.graph.analysis.ir_queries import names
+from layerline.graph.analysis.ir_queries import may_be_equal, names
 from layerline.pipeline.errors import StageError
 
 HANDED_OVER = 256 << 20
@@ -109,7 +109,7 @@ class Comparison:
             if not are_tensors and a not in outputs:
                 # Inner sequences and the like are left to their consumers; an output of such a type must be right.
                 continue
-            self.one_graph &= are_tensors and _may_be_equal(shape_a, shape_b)
+            self.one_graph &= are_tensors and may_be_equal(shape_a, shape_b)
             pointer = all_pointers.get(a)
             if pointer is not None and pointer.axis < 0:
                 pointer = replace(pointer, axis=pointer.axis + len(types_a[pointer.data][1]))
@@ -182,16 +182,6 @@ class Comparison:
         declared = {*names(self.reference.graph.inputs), *names(self.candidate.graph.inputs)}
         feed = {k: v for k, v in feed.items() if k in session.inputs or k not in declared}
         return feed | session.run(feed)
-
-
-def _may_be_equal(a: Shape, b: Shape) -> bool:
-    """Whether two shapes, symbolic sizes included, can be the same."""
-    if len(a) != len(b):
-        return False
-    for size_a, size_b in zip(a, b, strict=True):
-        if isinstance(size_a, int) and isinstance(size_b, int) and size_a != size_b:
-            return False
-    return True
 
 
 def _size(shape: Shape) -> int | None:

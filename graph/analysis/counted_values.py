@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from layerline.graph.analysis.ir_queries import captures, name_of, names, node_label, subgraphs
+from layerline.graph.analysis.ir_queries import may_be_equal, name_of, names, node_label, reads, subgraphs
 
 # Operators whose output has a size by the numbers in these inputs.
 _SIZE_INPUTS: Mapping[str, tuple[int, ...]] = {
@@ -76,7 +76,7 @@ def counted(graph: ir.Graph) -> Counted:
                 origin = node_label(node)
         if origin:
             values.update(dict.fromkeys(sized, origin))
-        elif node.op_type in ("Constant", "Shape", "Size") or fixed.issuperset(_read(node)):
+        elif node.op_type in ("Constant", "Shape", "Size") or fixed.issuperset(names(reads(node))):
             fixed.update(names(node.outputs))
     outputs = tuple(name for name in names(graph.outputs) if name in values)
     sources = dict.fromkeys(_sources(outputs, values, producers, fixed.union(names(graph.inputs))))
@@ -98,11 +98,6 @@ def _origin(node: ir.Node, values: Mapping[str, str], fixed: set[str]) -> str:
     return ""
 
 
-def _read(node: ir.Node) -> list[str]:
-    """What a node reads, and what its bodies take from outside."""
-    return names((*node.inputs, *captures(node)))
-
-
 def _sized_by_bodies(node: ir.Node, fixed: set[str]) -> list[ir.Value]:
     """The outputs whose size follows from the branch that is taken, or from the number of rounds of a Loop."""
     graphs = subgraphs(node)
@@ -111,7 +106,7 @@ def _sized_by_bodies(node: ir.Node, fixed: set[str]) -> list[ir.Value]:
         if not chosen:
             return []
         triples = zip(node.outputs, graphs[0].outputs, graphs[1].outputs, strict=True)
-        return [output for output, first, second in triples if _differ(first.shape, second.shape)]
+        return [output for output, first, second in triples if not may_be_equal(first.shape, second.shape)]
     body = graphs[0]
     # Exporters write a loop of a fixed number of rounds as one that passes its condition on.
     condition: ir.Value | None = body.outputs[0]
@@ -127,16 +122,6 @@ def _sized_by_bodies(node: ir.Node, fixed: set[str]) -> list[ir.Value]:
     return list(node.outputs[len(node.inputs) - 2 :])
 
 
-def _differ(first: ir.Shape | None, second: ir.Shape | None) -> bool:
-    """Whether ranks or stored sizes differ. Exporters give equal sizes different symbols, so these say nothing."""
-    if first is None or second is None:
-        return False
-    if len(first) != len(second):
-        return True
-    pairs = zip(first, second, strict=True)
-    return any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs)
-
-
 def _sources(
     wanted: Collection[str], values: Mapping[str, str], producers: Mapping[str, ir.Node], fixed: Collection[str]
 ) -> Iterator[str]:
@@ -144,7 +129,7 @@ def _sources(
     waiting = list(wanted)
     visited = set(waiting)
     while waiting:
-        for name in _read(producers[waiting.pop(0)]):
+        for name in names(reads(producers[waiting.pop(0)])):
             if name in visited or name in fixed:
                 continue
             visited.add(name)

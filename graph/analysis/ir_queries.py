@@ -12,6 +12,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 Array = npt.NDArray[Any]
+Sizes = ir.Shape | tuple[int | str, ...]
 
 
 LIMITS: dict[ir.DataType, tuple[float, float]] = {}
@@ -82,6 +83,18 @@ def graph_values(graph: ir.Graph) -> Iterator[ir.Value]:
 def names(values: Iterable[ir.Value | None]) -> list[str]:
     """Names of values, without those that are left out or have none."""
     return [value.name for value in values if value is not None and value.name]
+
+
+def may_be_equal(a: Sizes | None, b: Sizes | None) -> bool:
+    """Whether two shapes can be the same. Exporters give equal sizes different symbols, so only numbers differ."""
+    if a is None or b is None:
+        return True
+    if len(a) != len(b):
+        return False
+    for size_a, size_b in zip(a, b, strict=True):
+        if isinstance(size_a, int) and isinstance(size_b, int) and size_a != size_b:
+            return False
+    return True
 
 
 def copied(model: ir.Model) -> ir.Model:

@@ -170,7 +170,12 @@ def outputs_come_first(node: ir.Node) -> bool:
 
 
 def rows(node: ir.Node, weight: Array) -> Array:
-    """The weights of each output channel of a Conv, Gemm or MatMul, as the rows of a matrix."""
+    """The weights of each output channel of a Conv, ConvTranspose, Gemm or MatMul, as the rows of a matrix."""
+    if node.op_type == "ConvTranspose":
+        # (inputs, outputs / group, ...): the inputs of a group stand together.
+        groups = node.attributes.get_int("group", 1)
+        grouped: Array = weight.reshape(groups, -1, *weight.shape[1:]).swapaxes(1, 2)
+        return grouped.reshape(groups * weight.shape[1], -1)
     if not outputs_come_first(node):
         weight = np.moveaxis(weight, -1, 0)
     return weight.reshape(len(weight), -1)
