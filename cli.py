@@ -32,7 +32,6 @@ app = typer.Typer(
 )
 
 _command = partial(project_command, app)
-DEBUGGED = opt.DEBUGGED
 _DEBUG = False
 
 

@@ -9,10 +9,11 @@ from typing import Any, Literal, Protocol
 
 import numpy.typing as npt
 
-from layerline.calib.convergence import MOVING, Convergence, Row
+from layerline.calib.convergence import MOVING, Convergence
 from layerline.calib.histogram import Histogram, shortest
 from layerline.calib.samples import Batch
 from layerline.pipeline.errors import StageError
+from layerline.pipeline.report import Row
 
 FILE = "ranges.json"
 

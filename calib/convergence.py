@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from layerline.calib.calibrators import percentile_of
 from layerline.calib.histogram import Counts, Histogram, bucket_floor
-
-Row = dict[str, float | int | str | None]
+from layerline.pipeline.report import Row
 
 MOVING = 0.01
 """A scale that changes by more than this while the samples double is still moving."""

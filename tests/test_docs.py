@@ -15,13 +15,13 @@ import onnx
 import pytest
 from safetensors.numpy import load_file
 
-from layerline import cli
 from layerline.graph.io import inline_functions
 from layerline.pipeline import stage_table
 from layerline.pipeline.config import bounded_yaml
 from layerline.pipeline.debug import Debugs
 from layerline.pipeline.inputs import npz, untrusted
 from layerline.pipeline.records import ledger
+from layerline.views import options
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -149,6 +149,6 @@ def test_the_bounds_that_security_states_are_those_of_the_code() -> None:
 
 def test_debug_is_offered_for_the_stages_that_have_one() -> None:
     able = [name for name in stage_table.BUILT_IN if isinstance(stage_table.stage_class(name), Debugs)]
-    assert " or ".join(able) == cli.DEBUGGED
+    assert " or ".join(able) == options.DEBUGGED
     row = "| `pipe debug " + "\\|".join(able) + " [-o DIR]` |"
     assert row in (ROOT / "docs" / "cli.md").read_text("utf-8")
