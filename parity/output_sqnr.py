@@ -10,11 +10,14 @@ import numpy as np
 import onnx_ir as ir
 
 from layerline.backends.base import Feed
+from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare.compare_models import compare
+from layerline.compare.topk_indices import CARRIERS, pointers
 from layerline.export.signature import Signature
 from layerline.graph.analysis.counted_values import counted
+from layerline.graph.analysis.ir_queries import names, stored_tensor
 from layerline.graph.quantization.calibration_data import CalibrationData
-from layerline.pipeline.report import Gate, Scalar
+from layerline.pipeline.report import Gate, Scalar, decibels
 
 CLEAR_DB = 20.0
 """An output below this is worth a warning: its error is more than a tenth of its size."""
@@ -22,12 +25,17 @@ FAR = 16.0
 """How many times larger inputs may be in calibration than in evaluation: four of the eight bits."""
 
 
+# What makes one class index of another: a table of labels, an offset, a join. A decoder has other operators as well.
+_LOOK_UPS = CARRIERS | {"Gather", "GatherElements", "GatherND", "Add", "Sub", "Concat", "Transpose", "Where"}
+
+
 @dataclass(frozen=True)
 class Output:
-    """How near an output is to the reference: SQNR in dB, and the cosine of the angle between the two."""
+    """How near an output is to the reference."""
 
     sqnr_db: float
     cosine: float
+    differing: str = ""  # of class indices and truth values, what the two figures count: "4 of 200 elements differ"
 
 
 Outputs = Mapping[str, Output]
@@ -57,13 +65,20 @@ def samples(data: CalibrationData, probes: Sequence[Feed]) -> Sequence[Feed]:
 def outputs(reference: ir.Model, measured: ir.Model, feeds: Sequence[Feed]) -> dict[str, Output]:
     """Each output over all feeds, without outputs that are random, or 0 in the reference.
 
-    Where the size of an output depends on numbers, the values that it is chosen from stand for it.
+    Where the size of an output depends on numbers, the values that it is chosen from stand for it. Class indices and
+    truth values have no distance: of these, the elements that differ are counted.
     """
     by_numbers = counted(reference.graph)
     pairs = {name: name for name in by_numbers.sources}
+    classes = _class_indices(reference.graph)
     distances: dict[str, Output] = {}
+    by_equality: list[str] = []
     for record in compare(reference, measured, feeds, pairs=pairs, sizes_differ=True):
         if record.name in by_numbers.outputs:
+            continue
+        is_class = record.name in classes and record.dtype.startswith(("int", "uint"))
+        if (is_class or record.dtype == "bool") and "mismatch" not in record.extra and record.sqnr_db is not None:
+            by_equality.append(record.name)
             continue
         # A size that no operator is known to choose, as where two branches claim the same, is lost as well.
         lost = bool(record.one_sided) or "mismatch" in record.extra
@@ -71,7 +86,45 @@ def outputs(reference: ir.Model, measured: ir.Model, feeds: Sequence[Feed]) -> d
         db = -math.inf if lost else record.sqnr_db
         if db is not None and (lost or db != -math.inf):
             distances[record.name] = Output(db, 0.0 if record.cosine is None else record.cosine)
+    if by_equality:
+        distances |= _by_equality(reference, measured, feeds, by_equality)
     return distances
+
+
+def _by_equality(
+    reference: ir.Model, measured: ir.Model, feeds: Sequence[Feed], outputs: Sequence[str]
+) -> dict[str, Output]:
+    """The share of equal elements as a cosine, and that of differing ones, a noise power, in dB."""
+    exact = OnnxRuntime(few_runs=True).open(reference, outputs)
+    converted = OnnxRuntime(few_runs=True).open(measured, outputs)
+    total = dict.fromkeys(outputs, 0)
+    differing = dict.fromkeys(outputs, 0)
+    for feed in feeds:
+        expected = exact.run(feed)
+        actual = converted.run({name: array for name, array in feed.items() if name in converted.inputs})
+        for name in outputs:
+            total[name] += expected[name].size
+            differing[name] += int(np.count_nonzero(expected[name] != actual[name]))
+    distances: dict[str, Output] = {}
+    for name in outputs:
+        if total[name]:
+            share = differing[name] / total[name]
+            text = f"{differing[name]} of {total[name]} elements differ"
+            # The cosine that the classes have as one-hot vectors.
+            distances[name] = Output(decibels(1.0, share), 1.0 - share, text)
+    return distances
+
+
+def _class_indices(graph: ir.Graph) -> set[str]:
+    """Values that are computed from the results of ArgMax, ArgMin or TopK and stored tensors alone, by look-ups."""
+    classes = set(pointers(graph))
+    for node in graph:
+        if node.op_type not in _LOOK_UPS:
+            continue
+        read = [value.name for value in node.inputs if value is not None and stored_tensor(value) is None]
+        if read and classes.issuperset(read):
+            classes.update(names(node.outputs))
+    return classes
 
 
 def least(distances: Outputs) -> tuple[str, Output] | None:
@@ -94,9 +147,10 @@ def gates(distances: Outputs, bounds: Bounds) -> tuple[Gate, ...]:
     )
     db = output.sqnr_db
     passed = db >= bounds.min_db
-    result = [
-        Gate("output SQNR", passed, f"{name} has {db:.1f} dB", f"at least {bounds.min_db:g} dB", "" if passed else hint)
-    ]
+    seen = f"{name} has {db:.1f} dB"
+    if output.differing:
+        seen += f": {output.differing}"
+    result = [Gate("output SQNR", passed, seen, f"at least {bounds.min_db:g} dB", "" if passed else hint)]
     if bounds.min_cosine is not None:
         name = min(distances, key=lambda each: distances[each].cosine)
         cosine = distances[name].cosine
@@ -112,6 +166,8 @@ def warning(distances: Outputs) -> tuple[str, ...]:
     if worst is None or worst[1].sqnr_db >= CLEAR_DB:
         return ()
     name, db = worst[0], worst[1].sqnr_db
+    if worst[1].differing:
+        return (f"WARNING: output {name} has {db:.1f} dB: {worst[1].differing}",)
     # SQNR is of powers; the share is of amplitudes.
     share = 100 * 10 ** (-db / 20)
     return (f"WARNING: output {name} has {db:.1f} dB: its error is {share:.0f} % of its size",)

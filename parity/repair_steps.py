@@ -92,7 +92,9 @@ def run(
         gain = measured_plan.least_gain(before, after)
         if gain is not None:
             row |= {"without_db": before[-1], "with_db": after[-1]}
-            measured += f"; outputs on held-out samples: {after[-1]:.1f} dB with it, {before[-1]:.1f} dB without"
+            measured += (
+                f"; {after[-1]:.1f} dB at {trials.place} with it, {before[-1]:.1f} dB without, on held-out samples"
+            )
         if gain is None or gain >= LEAST_GAIN_DB:
             new_verdict = judge(new_converted)
             evaluations += 1

@@ -31,7 +31,7 @@ class Quantize(QuantizeFields):
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 17
+    version: ClassVar[int] = 18
     takes: ClassVar[Mapping[str, str]] = {"model": "fused"}
     gives: ClassVar[str] = "quantized"
     uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric", "show")

@@ -84,7 +84,7 @@ def tuned(
         other_db = least(trials.decibels(qdq.apply(model, other)))
         if other_db is not None and other_db >= best_db:
             best_plan, best_db = other, other_db
-            figures = f"{other_db:.1f} dB at the outputs, {auto_db:.1f} dB with each chosen by itself"
+            figures = f"{other_db:.1f} dB at {trials.place}, {auto_db:.1f} dB with each chosen by itself"
             notes = (*floated, f"auto took {single} for all ranges: {figures}")
     return Tuned(best_plan, chosen.rules, notes)
 
@@ -112,6 +112,14 @@ class Trials:
 
     def __init__(self, model: ir.Model, feeds: Sequence[Feed], held_out: Sequence[Feed]) -> None:
         self._references = [OutputReference(model, part) for part in (feeds, held_out) if part]
+
+    @property
+    def place(self) -> str:
+        """What is measured, in words for notes."""
+        operators = sorted({op for reference in self._references for op in reference.operators})
+        if not operators:
+            return "the outputs"
+        return f"the outputs, of {' and '.join(operators)} at the scores in front of it"
 
     def decibels(self, model: ir.Model) -> list[float | None]:
         """SQNR in dB of the output that lost most, on each part. The held-out samples are the last."""
@@ -145,7 +153,15 @@ class OutputReference:
         left_out = {*drawn(model), *by_numbers.outputs}
         outputs = [name for name in names(model.graph.outputs) if name not in left_out]
         outputs += [name for name in by_numbers.sources if name not in outputs]
-        scores = _scores(model.graph, outputs)
+        scores: dict[str, str] = {}
+        operators = set[str]()  # the last operators, of which the scores are compared
+        for node in model.graph:
+            for output in set(names(node.outputs)).intersection(outputs):
+                score, operator = _score(node)
+                if score:
+                    scores[output] = score
+                    operators.add(operator)
+        self.operators = frozenset(operators)
         self._by_sample = frozenset(scores.values())
         self.names = list(dict.fromkeys(scores.get(name, name) for name in outputs))
         self.feeds = feeds
@@ -196,24 +212,15 @@ class OutputReference:
         return [session.run(feed) for feed in self.feeds]
 
 
-def _scores(graph: ir.Graph, outputs: Sequence[str]) -> dict[str, str]:
-    """The computed value that a Softmax, a Sigmoid or a choice at the end of the graph reads, by output."""
-    scores: dict[str, str] = {}
-    for node in graph:
-        for output in node.outputs:
-            score = _score(node)
-            if output.name is not None and output.name in outputs and score is not None:
-                scores[output.name] = score
-    return scores
-
-
-def _score(node: ir.Node | None) -> str | None:
+def _score(node: ir.Node | None) -> tuple[str, str]:
+    """The computed value that a Softmax, a Sigmoid or a choice at the end of the graph reads, and the operator."""
     while node is not None and node.op_type in _MOVES and node.inputs[0] is not None:
         node = node.inputs[0].producer()
     if node is None or node.op_type not in _SATURATING or node.inputs[0] is None:
-        return None
-    computed = node.inputs[0].producer() is not None
-    return node.inputs[0].name if computed else None
+        return "", ""
+    if node.inputs[0].producer() is None:
+        return "", ""
+    return node.inputs[0].name or "", node.op_type
 
 
 def corrected(
@@ -240,7 +247,7 @@ def corrected(
     gain = least_gain(before, after)
     if gain is None:
         return True, f"bias correction changed {layers} layers; no output could be measured"
-    figures = f"{after[-1]:.1f} dB at the outputs with it, {before[-1]:.1f} dB without, on held-out samples"
+    figures = f"{after[-1]:.1f} dB at {trials.place} with it, {before[-1]:.1f} dB without, on held-out samples"
     if gain <= 0:
         return False, f"bias correction was left out, the outputs do not gain by it: {figures}"
     return True, f"bias correction of {layers} layers: {figures}"

@@ -97,7 +97,8 @@ class QuantizeFields(Stage):
     estimate on eval_data(), beside which its 95 % interval is shown."""
     min_db: float = Field(default=10.0)
     """Least SQNR of an output, in dB over samples of eval_data(), else of calibration, that passes where no metric was
-    measured; 25 with search. Below 20 dB a warning is given in any case."""
+    measured; 25 with search. Of class indices and truth values the elements that differ are counted: 10 dB is one in
+    ten. Below 20 dB a warning is given in any case."""
     min_cosine: float | None = Field(default=None, ge=-1, le=1)
     """Least cosine between an output and the float model's, where no metric was measured."""
     search: bool = False

@@ -149,6 +149,34 @@ def test_an_output_of_another_size_that_nothing_counts_has_lost_all():
     assert not output_sqnr.gates(distances, output_sqnr.Bounds(10.0, None))[0].passed
 
 
+@pytest.mark.parametrize(
+    ("last", "stored"),
+    [
+        ("y = ArgMax <axis = 1, keepdims = 0> (h)", {}),
+        ("i = ArgMax <axis = 1, keepdims = 0> (h) y = Gather (table, i)", {"table": np.array([100, 7, 30])}),
+        ("v, i = TopK <axis = 1> (h, k) j = Cast <to = 6> (i) y = Cast <to = 7> (j)", {"k": np.array([1])}),
+    ],
+)
+def test_class_indices_are_compared_by_equality(last, stored):
+    # Sample 1 of 4 changes its class, between two scores of like size: a distance of the scores would hide it.
+    scores = np.float32([[9, 8, 0], [9, 8.9, 0], [0, 9, 8], [8, 0, 9]])
+    text = "g (float[n, 3] x) => (int64[a] y) { h = Add (x, shift) " + last + " }"
+    exact, other = (ir.from_proto(model(text, shift=np.float32(shift), **stored)) for shift in ([0, 0, 0], [0, 0.2, 0]))
+    distances = output_sqnr.outputs(exact, other, [{"x": scores[:2]}, {"x": scores[2:]}])
+    assert distances["y"].sqnr_db == pytest.approx(10 * np.log10(4))
+    assert (distances["y"].cosine, distances["y"].differing) == (0.75, "1 of 4 elements differ")
+    [gate] = output_sqnr.gates(distances, output_sqnr.Bounds(10.0, None))
+    assert not gate.passed and gate.seen == "y has 6.0 dB: 1 of 4 elements differ"
+    assert output_sqnr.outputs(exact, exact, [{"x": scores}])["y"].sqnr_db == np.inf
+
+
+def test_other_integers_have_a_distance():
+    exact = model("g (float[n] x) => (int64[n] y) { y = Cast <to = 7> (x) }")
+    other = model("g (float[n] x) => (int64[n] y) { h = Add (x, one) y = Cast <to = 7> (h) }", one=np.float32(1))
+    distances = output_sqnr.outputs(ir.from_proto(exact), ir.from_proto(other), [{"x": np.float32([100, 100])}])
+    assert distances["y"].sqnr_db == pytest.approx(40) and distances["y"].differing == ""
+
+
 def test_a_default_session_that_finds_another_number_is_judged_by_what_is_counted(tmp_path, monkeypatch):
     from layerline.parity import default_session
 
