@@ -19,7 +19,6 @@ from onnx_shape_inference import ShapeInferenceContext
 from onnx_shape_inference import registry as library
 
 from layerline.backends.base import SOURCE, TRACED
-from layerline.graph.analysis import loop_shapes
 from layerline.graph.analysis.ir_queries import constant, rank, subgraphs
 from layerline.graph.analysis.shape_functions import FOLLOWED, corrected, from_library
 from layerline.graph.analysis.symbolic_sizes import NUMBER, Dim, Sizes, from_file, is_size, simplified, size_of, sizes
@@ -243,8 +242,14 @@ def _infer_graph(graph: ir.Graph, symbols: Symbols, declared_shapes: DeclaredSha
         value.shape = ir.Shape(value.const_value.shape.numpy())
         value.dtype = value.const_value.dtype
     for node in graph:
-        if subgraphs(node):
-            loop_shapes.infer_bodies(node, lambda body: _infer_graph(body, symbols, {}))
+        for body in subgraphs(node):
+            # What a Loop or Scan hands to its body may change shape from turn to turn, whatever the file declares.
+            for index, value in enumerate(body.inputs):
+                value.shape = None
+                # The turn and the condition.
+                if node.op_type == "Loop" and index < 2:
+                    value.shape = ir.Shape(())
+            _infer_graph(body, symbols, {})
         symbols.infer(node)
         for output in node.outputs:
             declared_shape = declared_shapes.get(output.name or "")

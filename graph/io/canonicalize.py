@@ -36,8 +36,7 @@ def prepare(model: Model) -> tuple[ir.Model, list[str]]:
         if "ai.onnx" in imports:
             imports.setdefault("", imports.pop("ai.onnx"))
     if out.functions:
-        inlined, note = inline_functions.inline(ir.to_proto(out))
-        out = as_ir(inlined)
+        out, note = inline_functions.inline(out)
         notes.append(note)
     shadowing = _unshadow(out)
     if shadowing:
