@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from layerline.backends.base import Feed
     from layerline.graph.fusion.firing import Firing
-    from layerline.graph.fusion.fuse import Fused, Rewritten
+    from layerline.graph.fusion.fuse import Rewritten
     from layerline.graph.fusion.rule import Rule
 
 COPIED = ("signature.json", "probes.safetensors", "floor.json")
@@ -53,7 +53,7 @@ class Fuse(Stage):
     """Folds constants and merges nodes; nothing here changes numbers beyond rounding."""
 
     name: ClassVar[str] = "fuse"
-    version: ClassVar[int] = 8
+    version: ClassVar[int] = 9
     takes: ClassVar[Mapping[str, str]] = {"model": "onnx"}
     gives: ClassVar[str] = "fused"
     env: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnx-ir", "onnxruntime")
@@ -124,7 +124,7 @@ class Fuse(Stage):
         place = {"rule": firing.site.rule, "place": firing.site.value}
         return dataclasses.replace(failing, extra={**failing.extra, **place})
 
-    def _fuse(self, work: Work) -> tuple[_Case, Fused]:
+    def _fuse(self, work: Work) -> tuple[_Case, Rewritten]:
         from layerline.compare import compare_models, noise_floor
         from layerline.export import probe_files
         from layerline.graph.fusion.fuse import fuse
@@ -144,7 +144,7 @@ class Fuse(Stage):
         fused = fuse(model, chosen, rules=rules, floors=floors, fold_limit=self.fold_limit)
         return _Case(unfused=model, feeds=feeds, floors=floors, notes=notes), fused
 
-    def _guilty(self, case: _Case, fused: Fused) -> Firing | None:
+    def _guilty(self, case: _Case, fused: Rewritten) -> Firing | None:
         from layerline.graph.fusion.fuse import guilty
 
         def good(some: Rewritten) -> bool:
@@ -158,7 +158,7 @@ class Fuse(Stage):
 
         return select(self.rules)
 
-    def _options(self, fused: Fused) -> dict[str, Any]:
+    def _options(self, fused: Rewritten) -> dict[str, Any]:
         return {"denied": frozenset(p.firing.site for p in fused.undone), "fold_limit": self.fold_limit}
 
 
@@ -175,7 +175,7 @@ def _unlike(feeds: Sequence[Feed], count: int) -> list[Feed]:
     return [feeds[index] for index in order[:count]]
 
 
-def _compare(case: _Case, fused: Fused) -> tuple[LayerDiff, ...]:
+def _compare(case: _Case, fused: Rewritten) -> tuple[LayerDiff, ...]:
     """Compares every value of the unfused model with the value of the fused one that holds the same numbers.
 
     Outputs and values with a floor are judged; an output without a floor gets the greatest one. Values that depend on a
@@ -205,7 +205,7 @@ def _compare(case: _Case, fused: Fused) -> tuple[LayerDiff, ...]:
     )
 
 
-def _pairs(graph: ir.Graph, fused: Fused) -> dict[str, str]:
+def _pairs(graph: ir.Graph, fused: Rewritten) -> dict[str, str]:
     """Value of the unfused model to the value of the fused one that holds the same numbers."""
     from layerline.compare.value_pairs import computed_values
 
@@ -226,7 +226,7 @@ def _pairs(graph: ir.Graph, fused: Fused) -> dict[str, str]:
 
 
 def _report(
-    model: ir.Model, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequence[str], gates: Sequence[Gate]
+    model: ir.Model, fused: Rewritten, rows: tuple[LayerDiff, ...], notes: Sequence[str], gates: Sequence[Gate]
 ) -> Report:
     from layerline.graph.analysis.rounding_noise import drawn, random_note, unjudged
     from layerline.graph.fusion import rewrite_log
@@ -257,7 +257,7 @@ def _report(
     )
 
 
-def _merged(fused: Fused, rows: Sequence[LayerDiff]) -> dict[str, str]:
+def _merged(fused: Rewritten, rows: Sequence[LayerDiff]) -> dict[str, str]:
     """For each value without a row, the value with a row that it was merged into, in any number of steps.
 
     The table of rewrites may be cut, so a reader can't follow the steps there.

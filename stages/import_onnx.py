@@ -64,7 +64,7 @@ class ImportOnnx(Stage):
     data, functions, nested If and Loop. Its own names stay."""
 
     name: ClassVar[str] = "import-onnx"
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
     takes: ClassVar[Mapping[str, str]] = {}
     gives: ClassVar[str] = "onnx"
     env: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnxruntime")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import onnx
 import onnx_ir as ir
@@ -29,13 +29,15 @@ MAX_ROUNDS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Rewritten:
-    """A model after the rules, and the record of what they did.
+    """A model after the rules, the record of what they did, and their proofs.
 
     Attributes:
         model: the rewritten model.
         unfused: the model the rules started from: functions inlined, initializers that were inputs made constants.
         types: element type of every tensor of its main graph, where known.
         declines: why a rule matched and did not fire, by rule and place.
+        proofs: one for each firing, where they were proved.
+        undone: proofs that failed; their firings were taken back, as if never tried.
     """
 
     model: ir.Model
@@ -44,6 +46,8 @@ class Rewritten:
     firings: tuple[Firing, ...]
     declines: Mapping[Site, str]
     notes: tuple[str, ...]
+    proofs: tuple[Proof, ...] = ()
+    undone: tuple[Proof, ...] = ()
 
 
 def select(switches: Mapping[str, bool]) -> tuple[Rule, ...]:
@@ -117,14 +121,6 @@ def _keep_declarations(original: ir.Graph, rewritten: ir.Graph) -> None:
             value.shape = declared.shape
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fused(Rewritten):
-    """A model after proved rewriting: a proof per firing that stands, and firings undone, as if never tried."""
-
-    proofs: tuple[Proof, ...]
-    undone: tuple[Proof, ...]
-
-
 def fuse(
     model: Model,
     feeds: Sequence[Mapping[str, Array]],
@@ -132,7 +128,7 @@ def fuse(
     rules: Sequence[Rule] = RULES,
     floors: Mapping[str, float] | None = None,
     fold_limit: int = 1 << 20,
-) -> Fused:
+) -> Rewritten:
     """Applies the rules and keeps what is proved on `feeds`, of several sizes where axes are dynamic; see `prove`.
 
     Raises:
@@ -140,32 +136,28 @@ def fuse(
     """
     if not feeds:
         raise StageError("there is no feed to prove rewrites on", where="feeds")
-
     original = as_ir(model)
 
-    def proofs_of(some: Rewritten) -> list[Proof]:
-        return prove(some.unfused, some.types, some.firings, feeds, floors or {})
+    def proved(some: Rewritten) -> Rewritten:
+        return replace(some, proofs=tuple(prove(some.unfused, some.types, some.firings, feeds, floors or {})))
 
     # Rewriting begins anew without the sites that failed, because later firings may rest on them.
-    denied: frozenset[Site] = frozenset()
     undone: list[Proof] = []
     while True:
-        done = rewrite(original, rules, denied=denied, fold_limit=fold_limit)
-        proofs = proofs_of(done)
-        failed = _first_failed(proofs)
-        fault: str | None = None
+        denied = frozenset(proof.firing.site for proof in undone)
+        done = proved(rewrite(original, rules, denied=denied, fold_limit=fold_limit))
+        failed = _first_failed(done)
+        fault = None
         if failed is None:
-            fault, notes = _examine(done.model, original)
+            fault = _refusal(done.model, original)
             if fault is None:
-                record = {field.name: getattr(done, field.name) for field in fields(done)}
-                record["notes"] = (*done.notes, *notes)
-                return Fused(**record, proofs=tuple(proofs), undone=tuple(undone))
+                return replace(done, undone=tuple(undone))
         # Firings inside the body of one node stand or fall with the same values.
-        sharing = [p for p in proofs if failed is not None and p.firing.after == failed.firing.after]
+        sharing = [p for p in done.proofs if failed is not None and p.firing.after == failed.firing.after]
         if failed is None or len(sharing) > 1:
             # One of many: the first k firings are right, the next one isn't.
             def good(some: Rewritten) -> bool:
-                return _first_failed(proofs_of(some)) is None and _examine(some.model, original)[0] is None
+                return _first_failed(proved(some)) is None and _refusal(some.model, original) is None
 
             firing = guilty(original, good, rules, denied=denied, fold_limit=fold_limit)
             if firing is None:
@@ -176,7 +168,6 @@ def fuse(
                 failed = replace(failed, firing=firing)
         # A later firing can fail through an earlier one it builds on, so only the first of each round is undone.
         undone.append(failed)
-        denied |= {failed.firing.site}
 
 
 def guilty(
@@ -217,37 +208,24 @@ def guilty(
     return whole.firings[high - 1]
 
 
-def _first_failed(proofs: Sequence[Proof]) -> Proof | None:
-    return next((proof for proof in proofs if not proof.passed), None)
+def _first_failed(done: Rewritten) -> Proof | None:
+    return next((proof for proof in done.proofs if not proof.passed), None)
 
 
-def _examine(model: ir.Model, original: ir.Model) -> tuple[str | None, list[str]]:
-    """Why a result can't be used (None where it can), and notes for the report."""
+def _refusal(model: ir.Model, original: ir.Model) -> str | None:
+    """Why a result can't be used; None where it can."""
     try:
         # Loading is the check that counts: every later stage runs the model.
         OnnxRuntime(few_runs=True).open(model)
     except StageError as error:
-        return error.what, []
-    source = weightless(model).SerializeToString()
-    full = _complaint(source, full=True)
-    if full is None:
-        return None, []
-    before = weightless(original).SerializeToString()
-    # Refused where onnx's plain check refuses it and passes the original. A complaint of the shape check alone becomes
-    # a note: a file may hide a fault from it behind shapes that can't be inferred, and folding makes them known.
-    plain = _complaint(source, full=False)
-    if plain and not _complaint(before, full=False):
-        return plain, []
-    # A fault that the original has as well says nothing about the rewriting.
-    if _complaint(before, full=True):
-        return None, []
-    return None, [f"onnx's shape check, which onnxruntime doesn't share, finds fault with the model: {full}"]
-
-
-def _complaint(source: bytes, full: bool) -> str | None:
-    """What onnx's checker finds wrong with a serialized model; None where it passes."""
+        return error.what
     try:
-        onnx.checker.check_model(source, full_check=full)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+        onnx.checker.check_model(weightless(model).SerializeToString())
+    except onnx.checker.ValidationError as error:
+        try:
+            onnx.checker.check_model(weightless(original).SerializeToString())
+        except onnx.checker.ValidationError:
+            # A fault that the original has as well says nothing about the rewriting.
+            return None
         return str(error).strip()
     return None

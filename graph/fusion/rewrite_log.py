@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from layerline.graph.fusion.firing import Site
-from layerline.graph.fusion.fuse import Fused
+from layerline.graph.fusion.fuse import Rewritten
 from layerline.graph.fusion.verify_rewrites import Proof
 from layerline.pipeline.report import Row
 
@@ -19,7 +19,7 @@ FILE = "rewrites.json"
 PER_RULE = 20
 
 
-def save(folder: Path, fused: Fused) -> None:
+def save(folder: Path, fused: Rewritten) -> None:
     """Writes `rewrites.json`: everything that fired, was undone, and declined; the same bytes for the same content."""
     content = {
         "fired": [_entry(p) for p in fused.proofs],

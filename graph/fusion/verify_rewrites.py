@@ -59,16 +59,20 @@ class Proof:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """One value of the unfused model beside what computes it now."""
+    """One value of the unfused model beside what computes it now.
 
-    # Tells the names of one comparison from those of another: two firings may have made values of one name.
+    Attributes:
+        index: tells the names of one comparison from those of another: two firings may have made values of one name.
+        type: element type of the value (onnx number); 0 where it is no tensor.
+        whole: both values leave the runtime, for numpy to compare.
+        equal: asks only whether the two are the same numbers, as a folded weight is: a third of the work.
+    """
+
     index: int
     name: str
     after: After
     type: int
-    # Leaves both sides to numpy.
     whole: bool
-    # Asks only whether the two are the same numbers, as a folded weight is: a third of the work.
     equal: bool
 
     def key(self, what: str) -> str:
@@ -82,68 +86,55 @@ class _Comparison:
             made.update(names(node.outputs))
         return {name: self.key(f"of {name}") for name in made}
 
-    def sides(self) -> tuple[str, str]:
-        """Where both values are read: where they are copied or widened to, or directly."""
-        if self.type and not self.equal:
-            return self.key("a"), self.key("b")
-        return self._values()
-
-    def _values(self) -> tuple[str, str]:
-        return self.name, self.made_names().get(self.after.result, self.after.result)
-
-    def outputs(self) -> list[str]:
-        """The outputs of the proof's model that `error` reads."""
-        if self.whole:
-            return list(self.sides())
-        if self.equal:
-            return [self.key("l1"), self.key("sa"), self.key("sb")]
-        return [self.key("ee"), self.key("aa"), self.key("sa"), self.key("sb")]
-
-    def nodes(self, graph: Assembly) -> list[ir.Node]:
-        """Adds what computes the value now, and the nodes that reduce the pair to the outputs."""
+    def add_to(self, graph: Assembly) -> tuple[list[ir.Node], list[str]]:
+        """Adds what computes the value now, and what reduces the pair; gives the nodes, and the outputs for `error`."""
         made = self.made_names()
+        for name, tensor in self.after.tensors.items():
+            graph.store(made[name], tensor)
         nodes: list[ir.Node] = []
         for node in self.after.nodes:
             copy = graph.copy(node, lambda name: made.get(name, name), lambda name: made.get(name, self.key(name)))
             # Node names must differ within a graph.
             copy.name = ""
             nodes.append(copy)
-        a, b = self.sides()
+        a = self.name
+        b = made.get(self.after.result, self.after.result)
         if self.type and not self.equal:
-            for value, side in zip(self._values(), (a, b), strict=True):
+            for side, value in (("a", a), ("b", b)):
                 if self.type in _STEP:
                     # Squares of float32 overflow and vanish long before the values do.
-                    nodes.append(graph.node("Cast", [value], side, to=int(ir.DataType.DOUBLE)))
+                    nodes.append(graph.node("Cast", [value], self.key(side), to=int(ir.DataType.DOUBLE)))
                 else:
-                    nodes.append(graph.node("Identity", [value], side))
+                    nodes.append(graph.node("Identity", [value], self.key(side)))
+            a = self.key("a")
+            b = self.key("b")
         if self.whole:
-            return nodes
-        nodes.append(graph.node("Sub", [a, b], self.key("e")))
-        if self.equal:
-            # Not the greatest: onnxruntime's ReduceMax passes over a NaN.
-            nodes.append(graph.node("ReduceL1", [self.key("e")], self.key("l1"), keepdims=0))
-        else:
-            nodes.append(graph.node("ReduceSumSquare", [self.key("e")], self.key("ee"), keepdims=0))
-            nodes.append(graph.node("ReduceSumSquare", [a], self.key("aa"), keepdims=0))
-        nodes.append(graph.node("Shape", [a], self.key("sa")))
-        nodes.append(graph.node("Shape", [b], self.key("sb")))
-        return nodes
+            return nodes, [a, b]
+        difference = self.key("difference")
+        nodes.append(graph.node("Sub", [a, b], difference))
+        # Not the greatest where the two should be equal: onnxruntime's ReduceMax passes over a NaN.
+        sums = [("ReduceL1", difference)] if self.equal else [("ReduceSumSquare", difference), ("ReduceSumSquare", a)]
+        outputs: list[str] = []
+        for op, value in [("Shape", a), ("Shape", b), *sums]:
+            outputs.append(self.key(f"output {len(outputs)}"))
+            attributes = {} if op == "Shape" else {"keepdims": 0}
+            nodes.append(graph.node(op, [value], outputs[-1], **attributes))
+        return nodes, outputs
 
-    def error(self, outputs: Mapping[str, Any]) -> float:
-        """The error of the pair on one feed; NaN when its sums are not finite."""
+    def error(self, outputs: Sequence[Any]) -> float:
+        """The error of the pair on one feed, from its outputs in order; NaN when its sums are not finite."""
         if self.whole:
-            before, after = self.sides()
-            return _whole_error(outputs[before], outputs[after])
-        if outputs[self.key("sa")].tolist() != outputs[self.key("sb")].tolist():
+            return _whole_error(*outputs)
+        shape_before, shape_after, *sums = outputs
+        if shape_before.tolist() != shape_after.tolist():
             return math.inf
         if self.equal:
-            return 0.0 if outputs[self.key("l1")] == 0 else math.nan
-        square = float(outputs[self.key("aa")])
-        difference = float(outputs[self.key("ee")])
+            return 0.0 if sums[0] == 0 else math.nan
+        difference, square = map(float, sums)
         if not (math.isfinite(square) and math.isfinite(difference)):
             return math.nan
         # Relative to what it should be; of zeros the error is taken as it is.
-        return math.sqrt(difference / square) if square > 0 else math.sqrt(difference)
+        return math.sqrt(difference / (square or 1.0))
 
 
 def prove(
@@ -168,17 +159,17 @@ def prove(
     computed: dict[_Key, _Comparison] = {}
     for firing in firings:
         for name, after in firing.after.items():
-            key = (name, id(after))
-            if key in constants or key in computed:
-                continue
             kind = types.get(name, 0)
-            whole = kind not in _STEP
-            index = len(constants) + len(computed)
-            if name in changing:
-                computed[key] = _Comparison(index, name, after, kind, whole, equal=False)
-            else:
-                equal = not whole and kind in _WIDE
-                constants[key] = _Comparison(index, name, after, kind, whole, equal)
+            is_constant = name not in changing
+            pair = _Comparison(
+                index=len(constants) + len(computed),
+                name=name,
+                after=after,
+                type=kind,
+                whole=kind not in _STEP,
+                equal=is_constant and kind in _WIDE,
+            )
+            (constants if is_constant else computed).setdefault((name, id(after)), pair)
     # What is computed from constants alone is the same on every feed.
     errors = dict(zip(constants, _errors(unfused, list(constants.values()), feeds[:1]), strict=True))
     proved = [(pair.name, pair.after) for key, pair in constants.items() if errors[key] == 0.0]
@@ -187,15 +178,17 @@ def prove(
     proofs: list[Proof] = []
     for firing in firings:
         # Without any the bytes are the same by construction.
-        measured = [(0.0, 0.0)]
-        feed_count = 0
-        if firing.after:
-            feed_count = len(feeds)
-            measured = [(errors[n, id(a)], tolerance(n, types, floors)) for n, a in firing.after.items()]
-        # The value that is furthest beyond its tolerance speaks for the firing.
-        error, allowed = max(measured, key=lambda row: row[0] - row[1])
-        equal = all(row[0] == 0.0 for row in measured)
-        proofs.append(Proof(firing, error, allowed, feed_count, equal=equal))
+        proof = Proof(firing, 0.0, 0.0, 0, equal=True)
+        for name, after in firing.after.items():
+            error = errors[name, id(after)]
+            allowed = tolerance(name, types, floors)
+            equal = proof.equal and error == 0.0
+            # The value that is furthest beyond its tolerance speaks for the firing.
+            if proof.feeds and error - allowed <= proof.error - proof.tolerance:
+                proof = replace(proof, equal=equal)
+            else:
+                proof = Proof(firing, error, allowed, len(feeds), equal=equal)
+        proofs.append(proof)
     return proofs
 
 
@@ -276,12 +269,13 @@ def _errors(unfused: ir.Model, pairs: list[_Comparison], feeds: Sequence[Feed]) 
 
 
 def _run(unfused: ir.Model, pairs: list[_Comparison], feeds: Sequence[Feed]) -> list[float]:
-    session = OnnxRuntime(few_runs=True).open(_proof_model(unfused, pairs))
+    model, outputs_of_pairs = _proof_model(unfused, pairs)
+    session = OnnxRuntime(few_runs=True).open(model)
     errors = [0.0] * len(pairs)
     for feed in feeds:
         outputs = session.run(feed)
         for index, pair in enumerate(pairs):
-            error = pair.error(outputs)
+            error = pair.error([outputs[name] for name in outputs_of_pairs[index]])
             # max() would pass over a NaN.
             if math.isnan(error) or error > errors[index]:
                 errors[index] = error
@@ -306,27 +300,27 @@ def _whole_error(a: Any, b: Any) -> float:
     return float(np.linalg.norm(x[finite] - y[finite])) / (norm or 1.0)
 
 
-def _proof_model(unfused: ir.Model, pairs: Sequence[_Comparison]) -> ir.Model:
-    """The unfused model with what computes each value now beside it, and the comparisons as outputs."""
+def _proof_model(unfused: ir.Model, pairs: Sequence[_Comparison]) -> tuple[ir.Model, list[list[str]]]:
+    """The unfused model with what computes each value now beside it; and the outputs of each comparison."""
     if not pairs:
-        return unfused
+        return unfused, []
     graph = Assembly()
     for name, value in unfused.graph.initializers.items():
         if value.const_value is not None:
             graph.store(name, value.const_value)
     unfused_nodes = [graph.copy(node) for node in unfused.graph]
     added: list[ir.Node] = []
+    outputs_of_pairs: list[list[str]] = []
     outputs: dict[str, None] = {}
     for pair in pairs:
-        made = pair.made_names()
-        for name, tensor in pair.after.tensors.items():
-            graph.store(made[name], tensor)
-        added += pair.nodes(graph)
-        outputs |= dict.fromkeys(pair.outputs())
+        nodes, names_of_pair = pair.add_to(graph)
+        added += nodes
+        outputs_of_pairs.append(names_of_pair)
+        outputs |= dict.fromkeys(names_of_pair)
     # Of a pair that is read whole the old side is an output that nothing added reads.
     added += [node for node in unfused_nodes if not outputs.keys().isdisjoint(names(node.outputs))]
     # Each comparison comes as early as it can: the runtime lets a value go once nothing needs it.
-    return graph.model(
+    model = graph.model(
         in_order(added),
         unfused.graph.inputs,
         outputs,
@@ -334,3 +328,4 @@ def _proof_model(unfused: ir.Model, pairs: Sequence[_Comparison]) -> ir.Model:
         ir_version=unfused.ir_version,
         functions=unfused.functions.values(),
     )
+    return model, outputs_of_pairs

@@ -11,7 +11,7 @@ from onnx import numpy_helper, parser
 
 from layerline.backends.light import Model
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.graph.fusion.fuse import Fused, fuse, select
+from layerline.graph.fusion.fuse import Rewritten, fuse, select
 from layerline.graph.fusion.rule import Rule
 from layerline.graph.fusion.rules import RULES
 from tests.forms import proto
@@ -38,14 +38,14 @@ def only(*names: str) -> tuple[Rule, ...]:
 
 def prove(
     model: onnx.ModelProto, *feeds: Feed, rules: Sequence[Rule] = RULES, undone: bool = False, **options: Any
-) -> Fused:
+) -> Rewritten:
     """Fuses, and insists on what always holds: same outputs by the same names, every proof passed, a valid model."""
     done = fuse(model, feeds, rules=rules, **options)
     assert [o.name for o in proto(done.model).graph.output] == [o.name for o in model.graph.output]
     assert undone or not done.undone, done.undone
     assert all(p.passed for p in done.proofs)
-    if valid(model) and not any("shape check" in note for note in done.notes):
-        onnx.checker.check_model(proto(done.model), full_check=True)
+    if valid(model):
+        onnx.checker.check_model(proto(done.model))
     for feed in feeds:
         before, after = run(model, feed), run(done.model, feed)
         for name, value in before.items():
@@ -64,12 +64,12 @@ def valid(model: onnx.ModelProto) -> bool:
     return True
 
 
-def fired(done: Fused) -> set[str]:
+def fired(done: Rewritten) -> set[str]:
     """Names of the rules that fired, apart from turning Constant nodes into initializers."""
     return {f.site.rule for f in done.firings} - {"constants"}
 
 
-def reason(done: Fused, rule: str) -> str:
+def reason(done: Rewritten, rule: str) -> str:
     """Why a rule declined, at the first place where it did."""
     return next(reason for site, reason in done.declines.items() if site.rule == rule)
 

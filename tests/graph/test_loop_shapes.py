@@ -7,7 +7,6 @@ import pytest
 
 from tests.graph.fusing import fired, normal, parse, prove, run
 
-
 GROWING = """y, s = Loop (n, yes, x) <body: graph =
     b (int64 i, bool go, float[1, 4] v) => (bool stay, float[] w, int64[] r) {
     stay = Identity(go) w = Concat <axis = 0>(v, v) r0 = Shape(v) r = Identity(r0) }>"""

@@ -1,4 +1,4 @@
-"""Pad into Conv and pooling."""
+"""Pad into Conv, and not into pooling."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from tests.graph.fusing import normal, ops, parse, prove, reason, run
 SPATIAL = np.array([0, 0, 1, 2, 0, 0, 0, 1])
 
 
-def padded(node: str, pads: Any = SPATIAL, value: float = 0.0, before: str = "", **tensors: Any) -> Any:
-    source = "r" if before else "x"
-    body = f"{before} p = Pad({source}, pads, value) y = {node}"
+def padded(node: str, pads: Any = SPATIAL, value: float = 0.0, **tensors: Any) -> Any:
+    body = f"p = Pad(x, pads, value) y = {node}"
     return parse("(float[N, 2, 6, 6] x) => (float[] y)", body, pads=np.array(pads), value=np.float32(value), **tensors)
 
 
@@ -43,18 +42,13 @@ def test_axes_of_pad_are_heeded() -> None:
         ("Conv(p, w)", [0, 1, 0, 0, 0, 0, 0, 0], 0.0, "changes batch or channels"),
         ("Conv(p, w)", [1, 0, 0, 0, 0, 0, 0, 0], 0.0, "changes batch or channels"),
         ('Conv <auto_pad = "SAME_UPPER">(p, w)', SPATIAL, 0.0, "pads by auto_pad"),
-        ("AveragePool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(p)", SPATIAL, 0.0, "doesn't count"),
-        ("AveragePool <kernel_shape = [3, 3], ceil_mode = 1, strides = [2, 2]>(p)", SPATIAL, 0.0, "rounds its size up"),
-        ("AveragePool <kernel_shape = [2, 2]>(p)", SPATIAL, 0.0, "as wide as the window"),
-        ("MaxPool <kernel_shape = [3, 3]>(p)", SPATIAL, 0.0, "with -inf"),
-        ("MaxPool <kernel_shape = [3, 3]>(p)", SPATIAL, -1.0, "with -inf"),
     ],
 )
 def test_other_padding_stays(node: str, pads: Any, value: float, why: str) -> None:
     channels = 3 if list(pads)[1] else 2
     done = prove(padded(node, pads, value, w=normal(3, channels, 3, 3)), {"x": normal(2, 2, 6, 6)})
     assert ops(done.model)[0] == "Pad"
-    assert why in reason(done, "pad-conv" if "Conv" in node else "pad-pool")
+    assert why in reason(done, "pad-conv")
 
 
 def test_pad_with_two_readers_stays() -> None:
@@ -69,12 +63,6 @@ def test_reflection_is_no_padding_of_conv() -> None:
     assert "doesn't fill with a constant" in reason(prove(model, {"x": normal(2, 2, 6, 6)}), "pad-conv")
 
 
-@pytest.mark.parametrize("own", ["", ", pads = [1, 1, 0, 0], count_include_pad = 1"])
-def test_average_goes_on_counting_the_padding(own: str) -> None:
-    model = padded(f"AveragePool <kernel_shape = [4, 4]{own}>(p)")
-    assert ops(prove(model, {"x": normal(2, 2, 6, 6)}).model) == ["AveragePool"]
-
-
 def test_padding_with_0_is_not_maxpools_own() -> None:
     """T08: all -1, padded by 1 with 0, MaxPool 3/3: the corners of the padding win everywhere."""
     model = parse("(float[1, 1, 4, 4] x) => (float[1, 1, 2, 2] y)",
@@ -82,19 +70,6 @@ def test_padding_with_0_is_not_maxpools_own() -> None:
                   pads=np.array([0, 0, 1, 1, 0, 0, 1, 1]))  # fmt: skip
     feed = {"x": -np.ones((1, 1, 4, 4), np.float32)}
     np.testing.assert_array_equal(run(prove(model, feed).model, feed)["y"], np.zeros((1, 1, 2, 2)))
-
-
-@pytest.mark.parametrize(
-    "before", ["r = Relu(x)", "q = Sigmoid(x) r = MaxPool <kernel_shape = [1, 1]>(q)", "r = Clip(x, zero)"]
-)
-def test_padding_with_0_is_maxpools_own_where_nothing_is_below(before: str) -> None:
-    model = padded("MaxPool <kernel_shape = [3, 3], strides = [2, 2]>(p)", before=before, zero=np.float32(0))
-    assert "Pad" not in ops(prove(model, {"x": normal(2, 2, 6, 6)}).model)
-
-
-def test_padding_with_minus_infinity_is_maxpools_own() -> None:
-    model = padded("MaxPool <kernel_shape = [3, 3]>(p)", value=-np.inf)
-    assert ops(prove(model, {"x": normal(2, 2, 6, 6)}).model) == ["MaxPool"]
 
 
 def test_operators_before_opset_11_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Activations written out, to the one operator: GELU by erf or tanh, hard sigmoid and hard swish, Softmax.
+"""Activations written out, to the one operator: GELU by erf or tanh, hard sigmoid and hard swish.
 
 People write products in any order: x * 0.5 * (1 + erf(x / 1.414)) has four spellings and one meaning, so they are taken
 apart into factors. TensorRT runs the single operator as one activation. The guard against NaN behind a Softmax goes
@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import clip_bounds, name_of, parent, rank, reduced_axes, scalar
+from layerline.graph.analysis.ir_queries import clip_bounds, name_of, parent, scalar
 from layerline.graph.analysis.value_ranges import Ranges
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
@@ -22,7 +22,6 @@ from layerline.graph.fusion.rule import everywhere, on, only_within
 
 GELU_SINCE = 20
 HARD_SWISH_SINCE = 14
-SOFTMAX_SINCE = 13
 # x³ in tanh's argument; Hendrycks and Gimpel, arXiv:1606.08415.
 CUBIC = 0.044715
 # Mul and Div nodes that are taken apart at most: more than a written-out function has. n squares make 2^n.
@@ -197,36 +196,6 @@ def _unclipped(value: ir.Value) -> ir.Value | None:
     clip = parent(value, "Clip")
     # relu6(x + 3), as MobileNetV3 writes it (Howard et al., arXiv:1905.02244).
     return plus(clip.inputs[0], 3.0) if clip is not None and clip_bounds(clip) == (0.0, 6.0) else None
-
-
-@on("softmax", "Div")
-def softmax(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
-    """exp(x - max x) / sum exp(x - max x)."""
-    exp = parent(node.inputs[0], "Exp")
-    total = parent(node.inputs[1], "ReduceSum")
-    if exp is None or total is None or total.inputs[0] is not exp.outputs[0]:
-        return None
-    shifted = parent(exp.inputs[0], "Sub")
-    top: ir.Node | None = parent(shifted.inputs[1], "ReduceMax") if shifted is not None else None
-    if shifted is None or top is None or top.inputs[0] is not shifted.inputs[0]:
-        raise Declined(
-            f"{node.outputs[0].name} doesn't take off the maximum, so Softmax would differ where exp overflows"
-        )
-    # Before opset 13 Softmax flattens everything behind its axis.
-    axes = {_axis(total), _axis(top)}
-    if len(axes) > 1 or None in axes or work.opset < SOFTMAX_SINCE:
-        raise Declined(f"{node.outputs[0].name} is not over one axis that is kept, or below opset {SOFTMAX_SINCE}")
-    only_within(node, shifted.inputs[0])
-    return tape.op("Softmax", [shifted.inputs[0]], {"axis": axes.pop()})
-
-
-def _axis(node: ir.Node) -> int | None:
-    """The one axis that a reduction is over, from the front; None where it isn't one, or isn't kept."""
-    count = rank(node.inputs[0])
-    axes = reduced_axes(node)
-    if count is None or axes is None or axes.size != 1 or not node.attributes.get_int("keepdims", 1):
-        return None
-    return int(axes.item()) % count
 
 
 @everywhere("softmax-nan-guard")

@@ -6,10 +6,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import constant, dim, optional_input, parent, scalar
+from layerline.graph.analysis.ir_queries import constant, dim, optional_input, scalar
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import each, on
+from layerline.graph.fusion.rule import each
 
 
 @each("constant-branch", "If")
@@ -89,22 +89,3 @@ def _lengths(node: ir.Node) -> list[int]:
         step = int(lengths)
     # The last piece is what is left over.
     return [min(step, size - start) for start in range(0, size, step)]
-
-
-@on("sequence-at", "SequenceAt")
-def at(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
-    """SequenceAt of a sequence that was just put together."""
-    made = parent(node.inputs[0], "SequenceConstruct")
-    index = scalar(node.inputs[1])
-    if made is None or index is None or not -len(made.inputs) <= index < len(made.inputs):
-        return None
-    return made.inputs[int(index)]
-
-
-@on("sequence-concat", "ConcatFromSequence")
-def concat(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
-    """ConcatFromSequence of a sequence that was just put together."""
-    made = parent(node.inputs[0], "SequenceConstruct")
-    if made is None or node.attributes.get_int("new_axis", 0) != 0:
-        return None
-    return tape.op("Concat", made.inputs, {"axis": node.attributes.get_int("axis", 0)})

@@ -1,4 +1,4 @@
-"""What can go without a trace: what is unread or there twice, nodes that do nothing, casts that change no value."""
+"""What can go without a trace: what is unread or there twice, and nodes that do nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from layerline.graph.analysis.ir_queries import (
     constant,
     constant_tensor,
     is_random,
-    parent,
     rank,
     subgraphs,
     trains,
@@ -23,21 +22,6 @@ from layerline.graph.analysis.symbolic_sizes import sizes
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting, drop_initializer
 from layerline.graph.fusion.rule import each, everywhere, on
-
-_D = ir.DataType
-_INTEGERS = (_D.INT8, _D.INT16, _D.INT32, _D.INT64)
-_UNSIGNED = (_D.UINT8, _D.UINT16, _D.UINT32, _D.UINT64)
-_FLOATS = (_D.FLOAT16, _D.FLOAT, _D.DOUBLE)
-# Types that hold every value of another, so that going through them changes nothing.
-_HOLDS: dict[ir.DataType, frozenset[ir.DataType]] = {
-    **{t: frozenset({_D.BOOL, *_INTEGERS[:i]}) for i, t in enumerate(_INTEGERS)},
-    **{t: frozenset({_D.BOOL, *_FLOATS[:i]}) for i, t in enumerate(_FLOATS)},
-}
-# A signed type holds the unsigned ones that are narrower than it is.
-_HOLDS |= {t: _HOLDS[t] | set(_UNSIGNED[:i]) for i, t in enumerate(_INTEGERS)}
-# float32 has a significand of 24 bits and holds 16-bit integers; float64 has 53 bits and holds 32-bit ones.
-_HOLDS[_D.FLOAT] |= {_D.BFLOAT16, _D.INT8, _D.INT16, _D.UINT8, _D.UINT16}
-_HOLDS[_D.DOUBLE] |= {_D.BFLOAT16, *_INTEGERS[:3], *_UNSIGNED[:3]}
 
 
 @each("constants", "Constant")
@@ -234,23 +218,6 @@ def cast(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa
         # With the node's own attributes, which say what becomes of numbers beyond an 8-bit float.
         return tape.op("Cast", [value], {**node.attributes, "to": int(to)})
     return None
-
-
-@on("cast-cast", "Cast")
-def cast_chain(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
-    inner = parent(node.inputs[0], "Cast")
-    if inner is None:
-        return None
-    value = inner.inputs[0]
-    if value is None or value.dtype is None:
-        return None
-    middle = _target(inner)
-    last = _target(node)
-    if last == _D.STRING:
-        raise Declined(f"{node.outputs[0].name} writes numbers out, which reads otherwise in another type")
-    if middle is None or value.dtype not in _HOLDS.get(middle, ()):
-        raise Declined(f"Cast {inner.outputs[0].name} to {middle} may change {value.name} of type {value.dtype}")
-    return None if last is None else tape.op("Cast", [value], {**node.attributes, "to": int(last)})
 
 
 def _target(node: ir.Node) -> ir.DataType | None:

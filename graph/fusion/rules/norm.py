@@ -1,4 +1,4 @@
-"""Normalisations written out, to LayerNormalization (opset 17) and RMSNormalization (opset 23).
+"""Normalisations written out, to LayerNormalization (opset 17).
 
 TensorRT runs the single operator as one layer, with sums in float32 where the graph later becomes float16. The pattern
 is matched without its scale and bias, which `norm-affine` then takes in: that covers every order people write them in.
@@ -27,6 +27,7 @@ from layerline.graph.fusion.rule import on, only_within, sole
 from layerline.graph.fusion.rules.activations import plus_constant
 
 NORMS = ("LayerNormalization", "RMSNormalization")
+SINCE = 17
 
 
 @on("layer-norm", "Div", "Mul")
@@ -38,44 +39,25 @@ def layer(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     sub = parent(deviation, "Sub")
     if sub is None:
         return None
+    x = sub.inputs[0]
     mean = parent(sub.inputs[1], "ReduceMean")
     # What is taken off has to be the mean of the very value that it is taken off from.
-    if mean is None or mean.inputs[0] is not sub.inputs[0]:
+    if x is None or mean is None or mean.inputs[0] is not x:
         return None
     axis = _tail(mean, square_mean)
-    return _single("LayerNormalization", 17, node, sub.inputs[0], axis, epsilon, tape, work)
-
-
-@on("rms-norm", "Div", "Mul")
-def rms(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
-    parts = _normalised(node)
-    if parts is None:
-        return None
-    x, square_mean, epsilon = parts
-    # With a mean taken off it is a layer normalisation, or none of the two.
-    if parent(x, "Sub") is not None:
-        return None
-    return _single("RMSNormalization", 23, node, x, _tail(square_mean), epsilon, tape, work)
-
-
-def _single(
-    op: str, since: int, node: ir.Node, x: ir.Value | None, axis: int, epsilon: float, tape: Tape, work: Rewriting
-) -> ir.Value:
-    where = f"{node.outputs[0].name} is a {op}"
-    if work.opset < since:
-        raise Declined(f"{where}, which opset {work.opset} doesn't have (it comes with {since})")
-    dtype = None if x is None else x.dtype
-    if x is None or dtype != ir.DataType.FLOAT:
-        raise Declined(f"{where} of type {dtype}; the single operator sums in float32")
+    where = f"{node.outputs[0].name} is a layer normalisation"
+    if work.opset < SINCE:
+        raise Declined(f"{where}, which opset {work.opset} doesn't have (it comes with {SINCE})")
+    if x.dtype != ir.DataType.FLOAT:
+        raise Declined(f"{where} of type {x.dtype}; the single operator sums in float32")
     count = rank(x) or 0
     sizes = [dim(x, index) for index in range(axis, count)]
-    shape = [size for size in sizes if isinstance(size, int)]
-    if len(shape) < len(sizes):
+    if not all(isinstance(size, int) for size in sizes):
         raise Declined(f"{where} over axes of unknown size ({sizes})")
     only_within(node, x)
     # The operator demands a scale; `norm-affine` puts the real one in its place.
-    ones = tape.initializer(ir.tensor(np.ones(shape, np.float32)), f"{node.outputs[0].name}/scale")
-    return tape.op(op, [x, ones], {"axis": axis - count, "epsilon": epsilon, "stash_type": 1})
+    ones = tape.initializer(ir.tensor(np.ones(sizes, np.float32)), f"{node.outputs[0].name}/scale")
+    return tape.op("LayerNormalization", [x, ones], {"axis": axis - count, "epsilon": epsilon, "stash_type": 1})
 
 
 def _normalised(node: ir.Node) -> tuple[ir.Value, ir.Node, float] | None:

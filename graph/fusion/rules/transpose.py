@@ -1,4 +1,4 @@
-"""Transposes between two Reshapes, through elementwise operators until they cancel, and into Gemm; and Expands."""
+"""Transposes between two Reshapes, and Expands."""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ from layerline.graph.analysis.symbolic_sizes import Dim, Size, broadcast, produc
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on, sole
 from layerline.graph.fusion.rules.noop import permutation
-
-# One input, one output, element by element.
-UNARY = frozenset(
-    {"Abs", "Cast", "Ceil", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish", "Identity", "IsNaN"}
-    | {"LeakyRelu", "Log", "Mish", "Neg", "Not", "Reciprocal", "Relu", "Round", "Selu", "Sigmoid", "Sign", "Softplus"}
-    | {"Softsign", "Sqrt", "Swish", "Tanh", "ThresholdedRelu"}
-)
-# How many operators up a Transpose is followed, which bounds the time of graphs that branch at each.
-DEPTH = 12
 
 
 @on("reshape-transpose", "Reshape")
@@ -67,84 +58,6 @@ def _groups(single: Sequence[Dim], joined: Sequence[Size]) -> list[list[int]] | 
     if axis < len(single):
         return None
     return groups
-
-
-@on("transpose-cancel", "Transpose")
-def cancel(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
-    """A Transpose pulled up through elementwise operators, where it meets its inverse and none is left over.
-
-    Every path upwards must end in a Transpose that it cancels, or in a constant; so the graph loses Transposes and
-    gains nothing.
-    """
-    perm = permutation(node)
-    inner = node.inputs[0]
-    if perm is None or inner is None or not _is_elementwise(inner.producer()):
-        return None
-    pulled = _pulled(inner, perm, node, tape, DEPTH)
-    return None if pulled is None else pulled[0]
-
-
-def _is_elementwise(node: ir.Node | None) -> bool:
-    return node is not None and node.domain == "" and node.op_type in UNARY | BROADCASTING | {"Clip"}
-
-
-def _pulled(
-    value: ir.Value, perm: tuple[int, ...], reader: ir.Node, tape: Tape, depth: int
-) -> tuple[ir.Value, int] | None:
-    """`value` transposed by `perm`, and how many Transposes cancel for it; None where one would be left over."""
-    array = constant(value)
-    # One number that adds no axis stays as it is; a constant with every axis is turned along with the rest.
-    if array is not None and array.size == 1 and array.ndim <= len(perm):
-        return value, 0
-    if array is not None and array.ndim == len(perm):
-        return tape.initializer(ir.tensor(array.transpose(perm).copy()), f"{value.name}/transposed"), 0
-    node = value.producer()
-    # Another reader would need a Transpose of its own.
-    if node is None or depth == 0 or any(c is not reader for c in value.consumers()) or value.is_graph_output():
-        return None
-    if rank(value) != len(perm):
-        return None
-    if node.op_type == "Transpose" and node.domain == "":
-        first = permutation(node)
-        if first is None or [first[axis] for axis in perm] != list(range(len(perm))):
-            return None
-        assert node.inputs[0] is not None
-        return node.inputs[0], 1
-    if not _is_elementwise(node):
-        return None
-    inputs = list(node.inputs)
-    # The bounds of Clip are scalars, which have no axes to move.
-    tensors = inputs[:1] if node.op_type == "Clip" else inputs
-    total = 0
-    for index, tensor in enumerate(tensors):
-        if tensor is None:
-            continue
-        pulled = _pulled(tensor, perm, node, tape, depth - 1)
-        if pulled is None:
-            return None
-        inputs[index], cancelled = pulled
-        total += cancelled
-    # Of constants alone nothing cancels.
-    if total == 0:
-        return None
-    return tape.op(node.op_type, inputs, node.attributes), total
-
-
-@on("transpose-gemm", "Gemm")
-def into_gemm(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
-    """Gemm transposes its factors itself."""
-    flags = {"transA": node.attributes.get_int("transA", 0), "transB": node.attributes.get_int("transB", 0)}
-    inputs = list(node.inputs)
-    changed = False
-    for index, flag in enumerate(flags):
-        transpose = parent(node.inputs[index], "Transpose")
-        if transpose is not None and permutation(transpose) == (1, 0):
-            inputs[index] = transpose.inputs[0]
-            flags[flag] = 1 - flags[flag]
-            changed = True
-    if not changed:
-        return None
-    return tape.op("Gemm", inputs, {**node.attributes, **flags})
 
 
 @on("expand-broadcast", *BROADCASTING)
