@@ -30,7 +30,7 @@ def inline(model: ir.Model) -> tuple[ir.Model, str]:
         common.InlinePass()(inlined)
     except (ValueError, PassError) as error:
         return model, f"functions {function_names} are left as they are: they can't be inlined ({error})"
-    common.RemoveUnusedFunctionsPass()(inlined)
+    common.RemoveUnusedFunctionsPass()(inlined)  # type: ignore[no-untyped-call]
     return inlined, f"inlined the model's functions: {function_names}"
 
 

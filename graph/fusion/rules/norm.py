@@ -52,11 +52,12 @@ def layer(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
         raise Declined(f"{where} of type {x.dtype}; the single operator sums in float32")
     count = rank(x) or 0
     sizes = [dim(x, index) for index in range(axis, count)]
-    if not all(isinstance(size, int) for size in sizes):
+    shape = [size for size in sizes if isinstance(size, int)]
+    if len(shape) < len(sizes):
         raise Declined(f"{where} over axes of unknown size ({sizes})")
     only_within(node, x)
     # The operator demands a scale; `norm-affine` puts the real one in its place.
-    ones = tape.initializer(ir.tensor(np.ones(sizes, np.float32)), f"{node.outputs[0].name}/scale")
+    ones = tape.initializer(ir.tensor(np.ones(shape, np.float32)), f"{node.outputs[0].name}/scale")
     return tape.op("LayerNormalization", [x, ones], {"axis": axis - count, "epsilon": epsilon, "stash_type": 1})
 
 
