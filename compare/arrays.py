@@ -10,10 +10,10 @@ from layerline.backends.base import Array
 from layerline.compare.tensor_distance import diff_arrays
 from layerline.pipeline.report import LayerDiff
 
+# Element types of torch that numpy lacks; onnxruntime can't return them to Python either.
 NOT_IN_NUMPY = frozenset({torch.bfloat16}) | {
     t for n, t in vars(torch).items() if n.startswith("float8_") and isinstance(t, torch.dtype)
 }
-"""Element types of torch that numpy lacks; onnxruntime can't return them to Python either."""
 
 
 def array(tensor: Tensor) -> Array:

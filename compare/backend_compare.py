@@ -52,19 +52,12 @@ _ELEMENTWISE = frozenset(
 
 @dataclass(frozen=True)
 class Measured:
-    """Distances from ONNX Runtime by value name, summed over the feeds that were run.
+    """Distances from ONNX Runtime by value name, summed over the feeds that were run."""
 
-    Attributes:
-        distances: of every value that the session gives.
-        types: element type and shape of these values in the ONNX file.
-        ran: number of feeds run.
-        outside: number of feeds whose sizes no profile of an engine admits.
-    """
-
-    distances: Mapping[str, Distance]
-    types: Mapping[str, tuple[str, Shape]]
-    ran: int
-    outside: int
+    distances: Mapping[str, Distance]  # of every value that the session gives
+    types: Mapping[str, tuple[str, Shape]]  # element type and shape of these values in the ONNX file
+    ran: int  # number of feeds run
+    outside: int  # number of feeds whose sizes no profile of an engine admits
 
 
 class BackendSession:

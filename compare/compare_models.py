@@ -20,8 +20,8 @@ from layerline.graph.io.module_identity import modules
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import OWN, LayerDiff
 
+# Up to this many feeds, preparing a session for many runs costs more than it saves.
 FEW = 8
-"""Up to this many feeds, preparing a session for many runs costs more than it saves."""
 
 
 def compare(

@@ -19,8 +19,8 @@ from layerline.graph.analysis.counted_values import counted
 from layerline.graph.analysis.ir_queries import may_be_equal, names
 from layerline.pipeline.errors import StageError
 
+# Bytes of inner values that one run hands over to numpy; more of them take further runs.
 HANDED_OVER = 256 << 20
-"""Bytes of inner values that one run hands over to numpy; more of them take further runs."""
 
 
 class Comparison:

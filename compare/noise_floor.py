@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FILE = "floor.json"
+# A value passes when its error against float64 is within this many times torch's own float32 error.
 MULTIPLE = 8.0
-"""A value passes when its error against float64 is within this many times torch's own float32 error."""
+# No float32 floor is taken to be lower than this relative L2 error (four rounding steps): a value that torch happens to
+# compute exactly must not fail on the last bit.
 LEAST = 4 * 2.0**-23
-"""No float32 floor is taken to be lower than this relative L2 error (four rounding steps): a value that torch happens
-to compute exactly must not fail on the last bit."""
 
 
 def tolerance(floor: float) -> float:

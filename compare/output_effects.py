@@ -23,13 +23,13 @@ from layerline.graph.io.ir_convert import as_ir
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import EFFECT, GAIN, OWN, Report, decibels
 
+# So many layers are measured alone at most, those that are named first.
 LAYERS = 128
-"""So many layers are measured alone at most, those that are named first."""
+# So many layers are restored at most, those with the greatest effect: without an effect there is nothing to gain.
 RESTORED = 16
-"""So many layers are restored at most, those with the greatest effect: without an effect there is nothing to gain."""
+# Fewer feeds are run where the number of layers times the number of feeds exceeds this: on average, half of the model
+# runs once more for each layer.
 RUNS = 100
-"""Fewer feeds are run where the number of layers times the number of feeds exceeds this: on average, half of the model
-runs once more for each layer."""
 _NODES = 4000  # of a model in one graph, copies included: opening a graph takes time by the square of its nodes
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16}
 

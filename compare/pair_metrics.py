@@ -80,33 +80,22 @@ _SMALL = 64
 _LONG = (ir.DataType.INT64, ir.DataType.UINT64)
 FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 _ANY_FLOAT = FLOATS | {ir.DataType.DOUBLE}
+# Mean square from which on float32 rounds a square as it rounds any number: below 1e-38 digits go missing.
 SMALLEST = 1e-35
-"""Mean square from which on float32 rounds a square as it rounds any number: below 1e-38 digits go missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A value of the reference and the one of the candidate it is compared with.
+    """A value of the reference and the one of the candidate it is compared with."""
 
-    Attributes:
-        a: name in the reference.
-        b: name in the candidate.
-        dtype_a: element type in the reference, as ONNX numbers them.
-        dtype_b: element type in the candidate.
-        rank: number of axes, where known.
-        size: number of elements, where known and the same on both sides.
-        pointer: what it points at, for a value that holds indices; `axis` counts from the front.
-        counted: whether its elements only count as equal or different: numbers of classes have no distance.
-    """
-
-    a: str
-    b: str
-    dtype_a: int
-    dtype_b: int
-    rank: int = 0
-    size: int | None = None
-    pointer: Pointer | None = None
-    counted: bool = False
+    a: str  # name in the reference
+    b: str  # name in the candidate
+    dtype_a: int  # element type in the reference, as ONNX numbers them
+    dtype_b: int  # element type in the candidate
+    rank: int = 0  # number of axes, where known
+    size: int | None = None  # number of elements, where known and the same on both sides
+    pointer: Pointer | None = None  # what it points at, for a value that holds indices; `axis` counts from the front
+    counted: bool = False  # whether its elements only count as equal or different: numbers of classes have no distance
 
     @property
     def is_float(self) -> bool:

@@ -20,32 +20,19 @@ class Distance:
     """Sums over one or more pairs of tensors; the measures are properties, the definitions are those of `LayerDiff`.
 
     The first six are over the elements that both sides have finite and no mask hides.
-
-    Attributes:
-        count: number of those elements.
-        aa: sum of a².
-        bb: sum of b².
-        ee: sum of (a - b)².
-        l1: sum of |a - b|.
-        peak: max |a - b|.
-        nonfinite_a: NaN and Inf elements of a.
-        nonfinite_b: NaN and Inf elements of b.
-        one_sided: elements non-finite on one side only, or NaN against Inf, or Inf of the other sign.
-        masked: elements that a mask hides on both sides (see `hidden`).
-        mismatch: what keeps the two from being compared at all ("shape (3, 1) against (3, 3)").
     """
 
-    count: int = 0
-    aa: float = 0.0
-    bb: float = 0.0
-    ee: float = 0.0
-    l1: float = 0.0
-    peak: float = 0.0
-    nonfinite_a: int = 0
-    nonfinite_b: int = 0
-    one_sided: int = 0
-    masked: int = 0
-    mismatch: str = ""
+    count: int = 0  # number of those elements
+    aa: float = 0.0  # sum of a²
+    bb: float = 0.0  # sum of b²
+    ee: float = 0.0  # sum of (a - b)²
+    l1: float = 0.0  # sum of |a - b|
+    peak: float = 0.0  # max |a - b|
+    nonfinite_a: int = 0  # NaN and Inf elements of a
+    nonfinite_b: int = 0  # NaN and Inf elements of b
+    one_sided: int = 0  # elements non-finite on one side only, or NaN against Inf, or Inf of the other sign
+    masked: int = 0  # elements that a mask hides on both sides (see `hidden`)
+    mismatch: str = ""  # what keeps the two from being compared at all ("shape (3, 1) against (3, 3)")
 
     def __add__(self, other: Distance) -> Distance:
         return Distance(
@@ -156,8 +143,8 @@ HALF_LOWEST = 65504.0
 HALF_MASK = 6e4  # both sides this low: one of them may be clamped to half's range
 GAP = 10.0  # times the greatest number that is not masked
 NEAR = 1e-3  # relative; half precision rounds a mask no further
+# Mean square from which on a tensor is looked at for masked elements: one in 10,000 at -1e4 gives as much.
 LARGE = 1e4
-"""Mean square from which on a tensor is looked at for masked elements: one in 10,000 at -1e4 gives as much."""
 
 
 def hidden(x: Array, y: Array) -> npt.NDArray[np.bool_]:

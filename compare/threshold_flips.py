@@ -50,15 +50,10 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """All values of a graph that jump.
+    """All values of a graph that jump."""
 
-    Attributes:
-        by_value: the steps by value name.
-        constants: stored tensors that they compare with.
-    """
-
-    by_value: Mapping[str, Step]
-    constants: Mapping[str, Array]
+    by_value: Mapping[str, Step]  # the steps by value name
+    constants: Mapping[str, Array]  # stored tensors that they compare with
 
     def operands(self, value: str) -> frozenset[str]:
         """All values that decide whether an element of this one may jump; none for a value that is no step."""

@@ -31,29 +31,24 @@ from layerline.pipeline.inputs.metric import Metric, accuracy, score, scores
 from layerline.pipeline.report import FLIPPED, GAIN, OWN, Gate, LayerDiff, Order, Scalar
 
 Scores = Mapping[str, float]
+# Fewer dB than this are not worth a layer in float where accuracy was lost.
 LITTLE = 1.0
-"""Fewer dB than this are not worth a layer in float where accuracy was lost."""
+# A search evaluates a quarter of the samples before all of them, if that is at least so many.
 FIRST_SHARE, LEAST_FIRST = 4, 16
-"""A search evaluates a quarter of the samples before all of them, if that is at least so many."""
+# A budget above this part of the metric is worth a note: it may be meant in per cent.
 LARGE = 0.2
-"""A budget above this part of the metric is worth a note: it may be meant in per cent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """The metrics of a conversion; empty where none could be measured.
+    """The metrics of a conversion; empty where none could be measured."""
 
-    Attributes:
-        metrics: by name, of the converted model, and of the float model under `NAME_float`.
-        gates: one a metric, where there is a budget.
-        notes: the reason why nothing was measured; remarks about the budget.
-        tables: "metrics": the loss of each, with its interval; "slices": the same by slice or class; "flipped answers":
-            the samples whose answer changed; FLIPPED: some of these as pictures or texts.
-    """
-
+    # By name, of the converted model, and of the float model under `NAME_float`.
     metrics: Mapping[str, Scalar] = field(default_factory=dict)
-    gates: tuple[Gate, ...] = ()
-    notes: tuple[str, ...] = ()
+    gates: tuple[Gate, ...] = ()  # one a metric, where there is a budget
+    notes: tuple[str, ...] = ()  # the reason why nothing was measured; remarks about the budget
+    # "metrics": the loss of each, with its interval; "slices": the same by slice or class; "flipped answers": the
+    # samples whose answer changed; FLIPPED: some of these as pictures or texts.
     tables: Mapping[str, Sequence[Mapping[str, Scalar]]] = field(default_factory=dict)
 
 

@@ -36,21 +36,13 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """One conversion.
+    """One conversion."""
 
-    Attributes:
-        fields: the configuration.
-        model: the float model.
-        data: calibration and evaluation samples.
-        probes: inputs on which layers are compared.
-        evaluation: measures the task's metric.
-    """
-
-    fields: QuantizeFields
-    model: ir.Model
-    data: CalibrationData
-    probes: list[Feed]
-    evaluation: Evaluation
+    fields: QuantizeFields  # the configuration
+    model: ir.Model  # the float model
+    data: CalibrationData  # calibration and evaluation samples
+    probes: list[Feed]  # inputs on which layers are compared
+    evaluation: Evaluation  # measures the task's metric
 
     def half(self) -> Result:
         """Half precision wherever it is safe."""

@@ -31,8 +31,8 @@ from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import Gate
 
 GATE = "default onnxruntime session"
+# Relative L2 error of an output that covers other kernels and another order of sums.
 LIMIT = 1e-4
-"""Relative L2 error of an output that covers other kernels and another order of sums."""
 _EXPECTED = "runs every probe, and gives what the graph gives as it is written"
 # Elements of a step that may jump because of rounding: at most so many, or this share of all.
 FLIPS = 2

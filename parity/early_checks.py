@@ -19,8 +19,8 @@ from layerline.parity.probe_inputs import BEYOND, drawn_over, outputs_or_error, 
 from layerline.pipeline.config.field_types import Dim
 from layerline.pipeline.errors import ConfigError
 
+# Bytes that the inputs may take where a declared size is tried.
 LARGEST = 64 << 20
-"""Bytes that the inputs may take where a declared size is tried."""
 # Part of the name of an operator of torch: the operators with an int8 rule that it may become.
 _OPS = {
     "conv_transpose": ("ConvTranspose",),
@@ -39,8 +39,8 @@ _OPS = {
     "avg_pool": ("AveragePool", "GlobalAveragePool"),
     "aten.mean": ("GlobalAveragePool",),
 }
+# Greatest expected duration of forward() at a tried size, as the time of attention grows with the square of a size.
 PATIENCE_S = 5.0
-"""Greatest expected duration of forward() at a tried size, as the time of attention grows with the square of a size."""
 
 
 def refuse_ranges(call: Call, ranges: Mapping[str, tuple[int, int]]) -> None:

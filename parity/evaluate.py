@@ -10,8 +10,8 @@ from layerline.backends.base import Array, Session
 from layerline.pipeline.inputs.metric import Metric, joined
 from layerline.pipeline.task import Task
 
+# Samples a run, where eval_data() does not come in batches.
 BATCH = 16
-"""Samples a run, where eval_data() does not come in batches."""
 
 
 def own_metric(task: Task) -> Metric | None:
@@ -35,17 +35,12 @@ class Batch(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """The outputs of models for the same samples.
+    """The outputs of models for the same samples."""
 
-    Attributes:
-        outputs: by the caller's name of the model: an array, or a tuple of arrays, joined along the first axis.
-        targets: joined likewise, in the tuples and dicts that the data has them in; None where it has none.
-        slices: the part of the data that each sample belongs to; None where the data does not say.
-    """
-
+    # By the caller's name of the model: an array, or a tuple of arrays, joined along the first axis.
     outputs: dict[str, Array | tuple[Array, ...]]
-    targets: Any
-    slices: Array | None = None
+    targets: Any  # joined likewise, in the tuples and dicts that the data has them in; None where it has none
+    slices: Array | None = None  # the part of the data that each sample belongs to; None where the data does not say
 
 
 def predict(

@@ -20,10 +20,10 @@ from layerline.graph.io.module_identity import source
 from layerline.parity.probe_inputs import outputs_or_error
 from layerline.pipeline.report import Gate
 
+# Greatest relative L2 distance of a later call, or of another machine: kernels may round differently.
 LIMIT = 1e-4
-"""Greatest relative L2 distance of a later call, or of another machine: kernels may round differently."""
+# Relative L2 error up to which the fast path and the layers differ by rounding alone.
 FASTPATH_LIMIT = 1e-3
-"""Relative L2 error up to which the fast path and the layers differ by rounding alone."""
 _CHANGED = "was model() changed?"
 
 

@@ -24,19 +24,12 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite:
-    """Samples whose outputs a stage made NaN or Inf.
+    """Samples whose outputs a stage made NaN or Inf."""
 
-    Attributes:
-        count: how many.
-        samples: of how many samples.
-        value: the first value in the graph's order that is NaN or Inf; empty where it can't be told.
-        module: module path of the node that computes it.
-    """
-
-    count: int
-    samples: int
-    value: str = ""
-    module: str = ""
+    count: int  # how many
+    samples: int  # of how many samples
+    value: str = ""  # the first value in the graph's order that is NaN or Inf; empty where it can't be told
+    module: str = ""  # module path of the node that computes it
 
     @property
     def text(self) -> str:

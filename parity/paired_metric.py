@@ -21,8 +21,8 @@ from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import leaves, mapped
 from layerline.pipeline.inputs.metric import Metric, score
 
+# Up to this many samples the metric is called on each; of more samples, on as many groups.
 SINGLE = 2000
-"""Up to this many samples the metric is called on each; of more samples, on as many groups."""
 GROUPS = 20
 DRAWS = 2000
 NORMAL_95 = 1.959964
@@ -32,23 +32,17 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """The 95 % interval of before - after, for one metric.
+    """The 95 % interval of before - after, for one metric."""
 
-    Attributes:
-        low, high: its ends, in the metric's units.
-        method: "McNemar", "bootstrap" or "jackknife".
-        p_value: of the hypothesis that neither model is better; of McNemar's test alone.
-        before, after: the metric of each sample, or of each group of samples; empty for the jackknife.
-        single: whether `before` and `after` are of single samples.
-    """
-
+    # Its ends, in the metric's units.
     low: float
     high: float
-    method: str
-    p_value: float | None = None
+    method: str  # "McNemar", "bootstrap" or "jackknife"
+    p_value: float | None = None  # of the hypothesis that neither model is better; of McNemar's test alone
+    # The metric of each sample, or of each group of samples; empty for the jackknife.
     before: Numbers
     after: Numbers
-    single: bool = False
+    single: bool = False  # whether `before` and `after` are of single samples
 
 
 def intervals(

@@ -31,22 +31,14 @@ _FIXED = "a size or value was fixed while tracing: take it from the input's shap
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """The result of a comparison.
+    """The result of a comparison."""
 
-    Attributes:
-        rows: one per value that is a node of the program, in the ONNX's topological order.
-        gates: one per probe, for the module's own outputs against the ONNX's.
-        floors: noise floor (relative L2) by value.
-        notes: what was not compared, and why.
-        shapes: the feeds that ran, each with the sizes of every value on it.
-        outputs: outputs of the ONNX for each feed; None for a feed that it can't run on.
-    """
-
-    rows: tuple[LayerDiff, ...]
-    gates: tuple[Gate, ...]
-    floors: Mapping[str, float]
-    notes: tuple[str, ...]
-    shapes: Sequence[tuple[Feed, Shapes]] = ()
+    rows: tuple[LayerDiff, ...]  # one per value that is a node of the program, in the ONNX's topological order
+    gates: tuple[Gate, ...]  # one per probe, for the module's own outputs against the ONNX's
+    floors: Mapping[str, float]  # noise floor (relative L2) by value
+    notes: tuple[str, ...]  # what was not compared, and why
+    shapes: Sequence[tuple[Feed, Shapes]] = ()  # the feeds that ran, each with the sizes of every value on it
+    # Outputs of the ONNX for each feed; None for a feed that it can't run on.
     outputs: Sequence[Mapping[str, Array] | None] = ()
 
 

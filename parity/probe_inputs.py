@@ -22,34 +22,28 @@ from layerline.pipeline.config.field_types import Dim, Dimension
 from layerline.pipeline.errors import ConfigError, StageError, brief
 from layerline.pipeline.report import Gate
 
+# Bytes that the inner values of one probe may take; greater sizes of an axis are not run.
 MEMORY = 64 << 20
-"""Bytes that the inner values of one probe may take; greater sizes of an axis are not run."""
+# Bytes that the inner values may take at a size at which forward() is known to branch.
 GUARDED = 256 << 20
-"""Bytes that the inner values may take at a size at which forward() is known to branch."""
+# Greatest number of additional traces of forward(), to see how it branches at other sizes.
 TRACES = 4
-"""Greatest number of additional traces of forward(), to see how it branches at other sizes."""
+# Greatest step of an axis that is tried.
 STEP = 128
-"""Greatest step of an axis that is tried."""
+# Without a declared upper bound, an axis is run at up to this many times the example's size.
 BEYOND = 4
-"""Without a declared upper bound, an axis is run at up to this many times the example's size."""
 
 
 @dataclass(kw_only=True)
 class Prober:
-    """Makes probes of one exported module.
-
-    Attributes:
-        integers: declared (low, high) of integer inputs, by name.
-        notes: what was left out, and why.
-        dims: bounds of every named axis: as declared, otherwise as tried.
-    """
+    """Makes probes of one exported module."""
 
     call: Call
     axes: Axes
     traced: Traced
-    integers: Mapping[str, tuple[int, int]]
-    notes: list[str] = field(default_factory=list)
-    dims: dict[str, Dim] = field(default_factory=dict)
+    integers: Mapping[str, tuple[int, int]]  # declared (low, high) of integer inputs, by name
+    notes: list[str] = field(default_factory=list)  # what was left out, and why
+    dims: dict[str, Dim] = field(default_factory=dict)  # bounds of every named axis: as declared, otherwise as tried
     _guarded: dict[str, Dim] = field(default_factory=dict)
     _tried: set[str] = field(default_factory=set)
 

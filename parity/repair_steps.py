@@ -14,30 +14,21 @@ from layerline.parity.search_judge import Judge, Verdict
 from layerline.pipeline.config.quantize_fields import Repair
 from layerline.pipeline.report import Report, Scalar
 
+# Least gain of the worst output, on held-out samples and on the others, for which the judge is asked. A smaller gain is
+# not worth a verdict, which evaluates the whole data.
 LEAST_GAIN_DB = 0.1
-"""Least gain of the worst output, on held-out samples and on the others, for which the judge is asked. A smaller gain
-is not worth a verdict, which evaluates the whole data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repaired:
-    """A model after its repairs.
+    """A model after its repairs."""
 
-    Attributes:
-        calibrated: with the repairs that gained.
-        converted: the quantised model made from it.
-        plain: the quantised model before any repair.
-        verdict: the judge's verdict on `converted`.
-        evaluations: how many models were judged.
-        rows: one row of the report's table `repairs` for each repair that was tried.
-    """
-
-    calibrated: Calibrated
-    converted: Converted
-    plain: Converted
-    verdict: Verdict
-    evaluations: int
-    rows: Sequence[Mapping[str, Scalar]]
+    calibrated: Calibrated  # with the repairs that gained
+    converted: Converted  # the quantised model made from it
+    plain: Converted  # the quantised model before any repair
+    verdict: Verdict  # the judge's verdict on `converted`
+    evaluations: int  # how many models were judged
+    rows: Sequence[Mapping[str, Scalar]]  # one row of the report's table `repairs` for each repair that was tried
 
     def added_to(self, report: Report) -> Report:
         """The report with the table `repairs`, and what each did in words."""

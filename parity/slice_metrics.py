@@ -17,8 +17,8 @@ from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.metric import Metric, score
 from layerline.pipeline.report import Row
 
+# Of more slices, the metric is not computed for each.
 MOST_SLICES = 1000
-"""Of more slices, the metric is not computed for each."""
 MOST_FLIPPED = 1000
 
 

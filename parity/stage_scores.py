@@ -24,31 +24,23 @@ from layerline.pipeline.inputs.metric import Metric, accuracy, score
 from layerline.pipeline.report import Scalar
 from layerline.pipeline.stage import Work
 
+# What one stage may lose of a metric where pipe.yaml has no quantize.max_drop; by its name a rise or a fall.
 DEFAULT_DROP = "0.5%"
-"""What one stage may lose of a metric where pipe.yaml has no quantize.max_drop; by its name a rise or a fall."""
 _Batch = TypeVar("_Batch")
 Opener = Callable[[], Session]
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        rows: one a stage and metric, in the order of the stages.
-        losses: by stage, what is beyond the budget: the figures in words.
-        nonfinite: by stage, the samples whose outputs it made NaN or Inf.
-        notes: what could not be measured, and why.
-        feeds: some batches of eval_data(), those that made outputs NaN or Inf first.
-        skipped: a sentence for each stage whose model can't run.
-    """
-
-    rows: Sequence[Mapping[str, Scalar]]
-    losses: Mapping[str, str]
-    notes: Sequence[str]
+    rows: Sequence[Mapping[str, Scalar]]  # one a stage and metric, in the order of the stages
+    losses: Mapping[str, str]  # by stage, what is beyond the budget: the figures in words
+    notes: Sequence[str]  # what could not be measured, and why
+    # By stage, the samples whose outputs it made NaN or Inf.
     nonfinite: Mapping[str, NonFinite] = field(default_factory=dict)
-    feeds: Sequence[Feed] = ()
-    skipped: Sequence[str] = ()
+    feeds: Sequence[Feed] = ()  # some batches of eval_data(), those that made outputs NaN or Inf first
+    skipped: Sequence[str] = ()  # a sentence for each stage whose model can't run
 
 
 def measure(work: Work, folders: Mapping[str, Path], modules: Mapping[str, Opener], max_drop: MaxDrop | None) -> Scores:

@@ -27,8 +27,8 @@ from layerline.graph.io import module_identity
 from layerline.parity.float64_reference import Rounded, Twin
 from layerline.pipeline.report import LayerDiff, Scalar
 
+# Terms from which on a sum gets this allowance; below, torch's measured floor covers it.
 LONG = 4096
-"""Terms from which on a sum gets this allowance; below, torch's measured floor covers it."""
 _STEP = 2.0**-24
 
 _TO_FEWER = frozenset({"sum", "mean", "var", "std", "norm", "linalg_vector_norm", "logsumexp", "var_mean", "std_mean"})

@@ -12,8 +12,8 @@ from itertools import groupby
 
 from markupsafe import Markup
 
+# User units; page.css keeps a unit between 0.83 and 1.17 pixels in windows of 400 pixels and more.
 WIDTHS = (1160, 840, 600, 440)
-"""User units; page.css keeps a unit between 0.83 and 1.17 pixels in windows of 400 pixels and more."""
 LEFT, RIGHT = 80, 12  # beside the strips; the left margin holds the figures of the scale
 TOP, HEAD, STRIP, GAP = 2, 24, 96, 12  # heights; HEAD is above each strip and holds its title
 EDGE = 8  # from a strip's border to its highest and lowest point
@@ -67,23 +67,14 @@ def tick(text: str, y: float, width: int) -> Markup:
 
 @dataclass(frozen=True)
 class Scale:
-    """Places a point in a strip, in user units.
+    """Places a point in a strip, in user units."""
 
-    Attributes:
-        width: of the picture.
-        first: what is at the left end of the horizontal axis.
-        last: what is at its right end.
-        low: the lowest value.
-        high: the highest value.
-        top: where the strip begins.
-    """
-
-    width: int
-    first: float
-    last: float
-    low: float = 0.0
-    high: float = 0.0
-    top: float = 0.0
+    width: int  # of the picture
+    first: float  # what is at the left end of the horizontal axis
+    last: float  # what is at its right end
+    low: float = 0.0  # the lowest value
+    high: float = 0.0  # the highest value
+    top: float = 0.0  # where the strip begins
 
     def x(self, place: float) -> float:
         extent = (self.last - self.first) or 1  # one place alone is drawn at the left

@@ -40,17 +40,12 @@ Lines = Sequence[tuple[Line, Points]]
 
 @dataclass(frozen=True)
 class Strip:
-    """Lines over one scale.
-
-    Attributes:
-        zero: keeps zero in sight.
-        filled: between its two lines, or from its one line to zero.
-    """
+    """Lines over one scale."""
 
     title: str
     lines: tuple[Line, ...]
-    zero: bool = False
-    filled: bool = False
+    zero: bool = False  # keeps zero in sight
+    filled: bool = False  # between its two lines, or from its one line to zero
 
 
 STRIPS = (

@@ -11,8 +11,8 @@ from typing import Any
 from layerline.pipeline.report import LayerDiff, Measure, Scalar
 
 UNKNOWN = "?"
+# Characters of a dimension's name that are shown.
 LONGEST = 12
-"""Characters of a dimension's name that are shown."""
 FAILED = "✗"
 MEASURES: dict[Measure, str] = {"rel_l2": "rel L2", "max_abs": "max abs", "mean_abs": "mean abs"}
 

@@ -16,8 +16,8 @@ from layerline.views import canvas
 from layerline.views.follow import Followed
 from layerline.views.formatting import FAILED, decibels
 
+# SQNR in dB where a lighter shade begins: 20 dB is an error of a tenth, and float32 alone leaves more than 100.
 STEPS = (5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 35.0, 40.0, 50.0, 60.0, 100.0)
-"""SQNR in dB where a lighter shade begins: 20 dB is an error of a tenth, and float32 alone leaves more than 100."""
 BAD = "bad"
 HEAD, CELL, GAP = 22, 20, 6  # heights of a stage's title and of its cells, and what is below them
 TITLE = 6  # from the baseline of a title down to the cells

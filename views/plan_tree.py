@@ -19,8 +19,8 @@ from layerline.pipeline.inputs.untrusted import read_json
 from layerline.views.screen import words
 
 FILE = "plan.json"
+# Levels of the tree, each four columns wide. What is below them has no room: the rest of its path is one line.
 DEEPEST = 10
-"""Levels of the tree, each four columns wide. What is below them has no room: the rest of its path is one line."""
 Entry = Mapping[str, Any]
 
 

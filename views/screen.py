@@ -18,8 +18,8 @@ from rich.text import Text
 from layerline.pipeline.errors import PipeError
 from layerline.pipeline.inputs.untrusted import printable
 
+# Columns where the width is unknown: enough for tables not to wrap in a pipe.
 PIPE_WIDTH = 160
-"""Columns where the width is unknown: enough for tables not to wrap in a pipe."""
 _Value = TypeVar("_Value")
 
 

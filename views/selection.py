@@ -16,10 +16,8 @@ from layerline.views import formatting
 # Of all of them a lower figure is the worse one.
 MEASURES = {"sqnr": "sqnr_db", "own": OWN, "effect": EFFECT, "weight": WEIGHT, "cosine": "cosine"}
 _JOINED = ", "  # paths of a layer that fuse merged
+# A measure of a layer that is below its limit: `layer`, `value`, `measure`, `seen` and `limit`.
 _LISTED = 5  # layers in an error message
-
-
-"""A measure of a layer that is below its limit: `layer`, `value`, `measure`, `seen` and `limit`."""
 
 
 def of_module(report: Report, pattern: str) -> Report:

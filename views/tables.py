@@ -23,19 +23,12 @@ _DROP = {"network_layer": 0, "type": None, "precision": None}  # a layer of an e
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, and how its cells compare.
+    """A heading, and how its cells compare."""
 
-    Attributes:
-        label: the heading.
-        kind: how cells are sorted and coloured.
-        drop: a narrow terminal drops the column with the smallest number first; None always stays.
-        wrap: whether a narrow terminal may wrap its cells.
-    """
-
-    label: str
-    kind: Kind = "text"
-    drop: int | None = None
-    wrap: bool = False
+    label: str  # the heading
+    kind: Kind = "text"  # how cells are sorted and coloured
+    drop: int | None = None  # a narrow terminal drops the column with the smallest number first; None always stays
+    wrap: bool = False  # whether a narrow terminal may wrap its cells
 
 
 @dataclass(frozen=True)
