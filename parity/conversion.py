@@ -18,27 +18,24 @@ from layerline.parity import format_search, repair_steps, search_judge
 from layerline.parity.accuracy_budget import Evaluation
 from layerline.parity.output_sqnr import Bounds
 from layerline.parity.repair_steps import Repaired
+from layerline.pipeline.config.budgets import MaxDrop
 from layerline.pipeline.config.quantize_fields import SEARCH_DROP, QuantizeFields
 from layerline.pipeline.report import Report
 
 
-def _as_it_is(report: Report) -> Report:
-    return report
-
-
 @dataclass(frozen=True)
 class Result:
-    """What each way leaves: the converted model beside its reference, and what it adds to the report."""
+    """What every way leaves."""
 
-    converted: Converted
-    added_to: Callable[[Report], Report] = _as_it_is
+    converted: Converted  # the converted model beside its reference
+    additions: tuple[Callable[[Report], Report], ...] = ()  # what the way adds to the report, one after another
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
     """One conversion."""
 
-    fields: QuantizeFields  # the configuration
+    fields: QuantizeFields
     model: ir.Model  # the float model
     data: CalibrationData  # calibration and evaluation samples
     probes: list[Feed]  # inputs on which layers are compared
@@ -64,20 +61,25 @@ class Conversion:
             return Result(self.finished(calibrated)[1])
         repaired = self.repaired(calibrated)
         if not fields.search:
-            return Result(repaired.converted, repaired.added_to)
-        others = ["fp8"] if fields.try_fp8 else []
+            return Result(repaired.converted, (repaired.added_to,))
+        # What the budget does not allow in the mode's format is tried in these, the cheapest first.
+        others: list[str] = []
+        if fields.try_fp8:
+            others.append("fp8")
         if "rest" not in fields.model_fields_set:
             others.append(self._formats.half_type or "fp16")
         search = format_search.Search(
             start=repaired,
             make=self.maker(repaired.calibrated),
-            judge=search_judge.first_samples_first(self.judge, self.evaluation, fields.budget or SEARCH_DROP),
+            judge=search_judge.first_samples_first(self.judge, self.evaluation, self.budget),
             float_format=fields.rest,
             others=others,
             log=self.data.log.say,
         )
         outcome = search.run()
-        return Result(outcome.converted, lambda report: outcome.added_to(report, self.model, fields.layers))
+        # It names the fields of pipe.yaml that fix what was chosen.
+        addition = functools.partial(outcome.added_to, model=self.model, layers=fields.layers)
+        return Result(outcome.converted, (addition,))
 
     def calibrated(self, model: ir.Model) -> Calibrated:
         """Calibrates a float model: the given one, or one whose channels a repair scaled."""
@@ -138,11 +140,15 @@ class Conversion:
             return repairs.of_format(fields.format)
         return fields.repairs
 
+    @property
+    def budget(self) -> MaxDrop:
+        """What the metrics may lose."""
+        return self.fields.budget or SEARCH_DROP
+
     @functools.cached_property
     def judge(self) -> search_judge.Judge:
         """Judges a model by the budget of the metrics or, without one, by the outputs."""
-        budget = self.fields.budget or SEARCH_DROP
-        return search_judge.judge(self.evaluation, self.data, self.probes, budget, self.bounds)
+        return search_judge.judge(self.evaluation, self.data, self.probes, self.budget, self.bounds)
 
     @property
     def bounds(self) -> Bounds:
@@ -156,11 +162,14 @@ class Conversion:
     @functools.cached_property
     def _rules(self) -> Rules:
         fields, formats = self.fields, self._formats
+        ops = fields.ops
+        if ops is None:
+            ops = OPS
         return Rules(
             target=fields.target,
             format=fields.format,
             formats=formats.quantized,
-            ops=OPS if fields.ops is None else fields.ops,
+            ops=ops,
             skip=fields.skip,
             per_channel=fields.per_channel,
             attention=fields.attention,

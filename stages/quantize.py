@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,6 +15,7 @@ from layerline.pipeline.stage import Work
 from layerline.pipeline.task import EXAMPLE_HOOKS
 
 if TYPE_CHECKING:
+    from layerline.export.signature import Signature
     from layerline.graph.quantization.calibration_data import CalibrationData
     from layerline.graph.quantization.convert import Converted
     from layerline.parity.conversion import Conversion, Result
@@ -52,7 +53,9 @@ class Quantize(QuantizeFields):
         return self.first_of
 
     def facts(self) -> tuple[str, ...]:
-        return (*self.env, "torch") if self.mode == "qat" else self.env
+        if self.mode == "qat":
+            return (*self.env, "torch")
+        return self.env
 
     def check(self, look: Inspection) -> None:
         from layerline.calib import data_check
@@ -84,7 +87,10 @@ class Quantize(QuantizeFields):
         from layerline.graph.quantization.targets import WEIGHTED
 
         present = set(look.need("ops"))
-        return bool(present & set(WEIGHTED if self.ops is None else self.ops)) and "DequantizeLinear" not in present
+        ops: tuple[str, ...] = WEIGHTED
+        if self.ops is not None:
+            ops = self.ops
+        return not present.isdisjoint(ops) and "DequantizeLinear" not in present
 
     def _check_ops(self, ops: tuple[str, ...], look: Inspection) -> None:
         from layerline.graph.quantization.qdq_placement import check_ops
@@ -109,28 +115,15 @@ class Quantize(QuantizeFields):
         from layerline.export.signature import Signature
         from layerline.graph.io import onnx_files
         from layerline.graph.quantization import layer_formats, own_qdq, rescaled_names
-        from layerline.graph.quantization.calibration_data import CalibrationData
-        from layerline.parity import accuracy_budget, output_sqnr, quantization_report
+        from layerline.parity.accuracy_budget import Evaluation
         from layerline.parity.conversion import Conversion
 
         folder = work.inputs["model"]
         model = onnx_files.read_model(folder / onnx_files.FILE)
         probes = probe_files.load(folder)
         signature = Signature.load(folder)
-        # Of fp8 no range is chosen, so that there is nothing to judge.
-        chooses = self.calibrator == "auto" and "int8" in (self.format, *self.layers.values())
-        data = CalibrationData(
-            work,
-            signature.inputs,
-            hooks=CALIBRATION_HOOKS,
-            samples=self.samples,
-            batch_size=self.batch_size,
-            choice=self.selection,
-            stop_early=self.stop_early and self.stop_early / 100,
-            percentile=100.0 if self.calibrator == "minmax" else self.percentile,
-            holds_out=chooses or self.bias_correction or bool(self.repairs) or self.search,
-        )
-        evaluation = accuracy_budget.Evaluation(data)
+        data = self._data(work, signature)
+        evaluation = Evaluation(data)
         # Names first: what follows may take minutes.
         if self.mode != "none" and not own_qdq.present(model):
             layer_formats.refuse_unknown(model, self.skip, self.layers)
@@ -142,37 +135,34 @@ class Quantize(QuantizeFields):
         for name in COPIED:
             shutil.copyfile(folder / name, work.out / name)
         _write_plan(work.out, converted)
-        # Layers are compared with the float model whose weights they quantise; outputs and metrics with the one given.
-        same_weights = converted
-        if converted.trained is not None:
-            same_weights = dataclasses.replace(converted, reference=converted.trained)
-        report = quantization_report.layer_report(self.name, same_weights, probes, mode=self.format)
-        # Without a metric a search judges the outputs: there its own budget for metrics means nothing.
-        measured = evaluation.measure(converted)
-        max_drop = self.max_drop if measured is None else self.budget
-        if self.mode != "none":
-            feeds = output_sqnr.samples(data, probes)
-            report = quantization_report.with_samples(report, same_weights, feeds)
-        accuracy = accuracy_budget.measure(converted, evaluation, report.records, max_drop)
-        if self.mode != "none":
-            if quantization_report.runs_on_onnxruntime(converted):
-                path = work.out / onnx_files.FILE
-                samples = data.calibration_feeds
-                report = quantization_report.with_default_session(report, converted, path, probes, samples)
-            bounds = None if accuracy.metrics else conversion.bounds
-            report = quantization_report.with_outputs(report, converted, data, probes, signature, bounds=bounds)
-        sizes = {"bytes_before": _bytes(folder), "bytes_after": _bytes(work.out)}
-        report = dataclasses.replace(
-            report,
-            metrics={**accuracy.metrics, **sizes, **report.metrics},
-            gates=(*report.gates, *accuracy.gates),
-            notes=(*report.notes, *self._sample_notes(converted, data), *accuracy.notes),
-            tables={**accuracy.tables, **report.tables, **_curve(converted)},
+        report = self._report(converted, conversion, signature, work)
+        for addition in result.additions:
+            report = addition(report)
+        return report
+
+    def _data(self, work: Work, signature: Signature) -> CalibrationData:
+        """The samples: to calibrate on, to judge choices on, and to evaluate on."""
+        from layerline.graph.quantization.calibration_data import CalibrationData
+
+        # Of fp8 no range is chosen, so that there is nothing to judge.
+        chooses = self.calibrator == "auto" and "int8" in (self.format, *self.layers.values())
+        percentile = self.percentile
+        if self.calibrator == "minmax":
+            percentile = 100.0
+        return CalibrationData(
+            work,
+            signature.inputs,
+            hooks=CALIBRATION_HOOKS,
+            samples=self.samples,
+            batch_size=self.batch_size,
+            choice=self.selection,
+            stop_early=self.stop_early and self.stop_early / 100,
+            percentile=percentile,
+            holds_out=chooses or self.bias_correction or bool(self.repairs) or self.search,
         )
-        return result.added_to(report)
 
     def _convert(self, work: Work, conversion: Conversion) -> Result:
-        """Takes the way that the mode and the model ask for."""
+        """Converts in the way that the mode and the model ask for: there are five beside `mode: none`."""
         from layerline.graph.quantization import convert, own_qdq
         from layerline.parity.conversion import Result
 
@@ -184,14 +174,15 @@ class Quantize(QuantizeFields):
         if self.mode == "qat":
             from layerline.qat import training
 
+            # A loss() that fails is refused before the calibration, which may take minutes.
             training.try_loss(work.task, training.check(model, conversion.probes), self.training)
         if own_qdq.present(model):
             return conversion.own_qdq()
         if self.mode == "qat":
-            return self._train(work, conversion)
+            return self._trained(work, conversion)
         return conversion.quantized()
 
-    def _train(self, work: Work, conversion: Conversion) -> Result:
+    def _trained(self, work: Work, conversion: Conversion) -> Result:
         """Trains what was calibrated, with fake quantisation where its plan quantises."""
         from layerline.graph.quantization import rescaled_names
         from layerline.parity.conversion import Result
@@ -200,16 +191,18 @@ class Quantize(QuantizeFields):
         calibrated = conversion.calibrated(conversion.model)
         if not calibrated.layers():
             return Result(conversion.finished(calibrated)[1])
-        repaired = None
+        additions: list[Callable[[Report], Report]] = []
+        models: dict[str, Converted] = {}
+        start_name = outcome.PTQ
         if self.repairs:
             repaired = conversion.repaired(calibrated)
             calibrated = repaired.calibrated
+            additions.append(repaired.added_to)
+            if calibrated.repairs:
+                models[outcome.PTQ] = repaired.plain
+                start_name = outcome.REPAIRED
         before = conversion.maker(calibrated)((), {})
-        models = {outcome.PTQ: before}
-        start_name = outcome.PTQ
-        if repaired is not None and calibrated.repairs:
-            start_name = outcome.REPAIRED
-            models = {outcome.PTQ: repaired.plain, start_name: before}
+        models[start_name] = before
         start = conversion.judge(before)
         trained = training.train(work, calibrated, self.training, conversion.probes)
         after = conversion.maker(trained.calibrated)((), {})
@@ -231,14 +224,44 @@ class Quantize(QuantizeFields):
             data=conversion.data,
             probes=conversion.probes,
         )
+        return Result(models[result_name], (qat.added_to, *additions))
 
-        def added_to(report: Report) -> Report:
-            report = qat.added_to(report)
-            if repaired is not None:
-                report = repaired.added_to(report)
-            return report
+    def _report(self, converted: Converted, conversion: Conversion, signature: Signature, work: Work) -> Report:
+        """What the conversion costs: by layer, at the outputs, and of the task's metric."""
+        from layerline.graph.io import onnx_files
+        from layerline.parity import accuracy_budget, output_sqnr, quantization_report
 
-        return Result(models[result_name], added_to)
+        data, probes, evaluation = conversion.data, conversion.probes, conversion.evaluation
+        # Layers are compared with the float model whose weights they quantise; outputs and metrics with the one given.
+        same_weights = converted
+        if converted.trained is not None:
+            same_weights = dataclasses.replace(converted, reference=converted.trained)
+        report = quantization_report.layer_report(self.name, same_weights, probes, mode=self.format)
+        # Without a metric a search judges the outputs: there its own budget for metrics means nothing.
+        max_drop = self.budget
+        if evaluation.measure(converted) is None:
+            max_drop = self.max_drop
+        if self.mode != "none":
+            # Samples of eval_data() are there once the metric was measured.
+            feeds = output_sqnr.samples(data, probes)
+            report = quantization_report.with_samples(report, same_weights, feeds)
+        accuracy = accuracy_budget.measure(converted, evaluation, report.records, max_drop)
+        if self.mode != "none":
+            if quantization_report.runs_on_onnxruntime(converted):
+                path = work.out / onnx_files.FILE
+                report = quantization_report.with_default_session(
+                    report, converted, path, probes, data.calibration_feeds
+                )
+            bounds = None if accuracy.metrics else conversion.bounds
+            report = quantization_report.with_outputs(report, converted, data, probes, signature, bounds=bounds)
+        sizes = {"bytes_before": _bytes(work.inputs["model"]), "bytes_after": _bytes(work.out)}
+        return dataclasses.replace(
+            report,
+            metrics={**accuracy.metrics, **sizes, **report.metrics},
+            gates=(*report.gates, *accuracy.gates),
+            notes=(*report.notes, *self._sample_notes(converted, data), *accuracy.notes),
+            tables={**accuracy.tables, **report.tables, **_curve(converted)},
+        )
 
     def _sample_notes(self, converted: Converted, data: CalibrationData) -> list[str]:
         """How many samples were used, and whether that is fewer than requested."""
