@@ -336,30 +336,6 @@ def test_the_loss_scale_after_a_run_in_another_number_format(
     assert mo.loss_scale == scale
 
 
-@pytest.mark.parametrize("micro", [1, 2, 4, 5])
-def test_sophias_estimate_of_an_open_window_is_resumed(micro: int, tmp_path: Path) -> None:
-    config = {"optimizer": {"name": "sophia", "lr": 1e-3, "update_interval": 1, "rho": 1e9},
-              "training": {"accumulate_steps": 3}}  # fmt: skip
-
-    def steps(mo: ModelOptimizer, first: int, last: int) -> list[Tensor]:
-        for step in range(first, last):
-            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
-            mo.step((mo.model(x) - 1).square().mean())
-        return list(mo.model.parameters())
-
-    def build() -> ModelOptimizer:
-        torch.manual_seed(0)
-        return ModelOptimizer(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), config)
-
-    mo = build()
-    steps(mo, 0, micro)
-    mo.save_ckpt(tmp_path / "a.safetensors")
-    straight = steps(mo, micro, 9)
-    again = build()
-    again.load_ckpt(tmp_path / "a.safetensors")
-    assert all(torch.equal(a, b) for a, b in zip(straight, steps(again, micro, 9), strict=True))
-
-
 def test_a_copy_goes_on_after_a_layer_was_frozen_and_is_refused_where_memory_is_shared() -> None:
     def loss(mo: ModelOptimizer) -> Tensor:
         out: Tensor = mo.model(torch.ones(2, 3)).square().mean()

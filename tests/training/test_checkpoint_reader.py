@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError, PipeError, StageError
 
-NAMES = ("sgd", "rmsprop", "adam", "adamw", "adafactor", "lamb", "lion", "sophia")
+NAMES = ("sgd", "rmsprop", "adam", "adamw", "adafactor", "lamb", "lion")
 X = torch.randn(8, 5, generator=torch.Generator().manual_seed(3))
 
 

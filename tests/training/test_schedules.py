@@ -14,7 +14,7 @@ from torch import nn
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config import schedules
-from layerline.training.config.sections import OptimizerConfig, SchedulerConfig
+from layerline.training.config.sections import SchedulerConfig
 
 WORKED: list[tuple[dict[str, Any], dict[int, float]]] = [
     ({"name": "constant"}, {0: 1.0, 10**6: 1.0}),
@@ -170,15 +170,6 @@ def test_plateau_follows_validation_and_survives_a_checkpoint(tmp_path: Any) -> 
     assert again.current_lr == 0.5
     again.validate(lambda _: 0.45)
     assert again.current_lr == 0.25
-
-
-@pytest.mark.parametrize(("how", "rate"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
-def test_the_rate_scales_with_the_batch(how: Any, rate: float) -> None:
-    config = OptimizerConfig(name="sgd", lr=0.1, lr_scaling=how, batch_size=1024, base_batch_size=256)
-    assert config.scaled_lr == pytest.approx(rate)
-    assert ModelOptimizer(nn.Linear(1, 1), {"optimizer": config}).current_lr == pytest.approx(rate)
-    with pytest.raises(ValueError, match="batch_size"):
-        OptimizerConfig(lr_scaling="linear")
 
 
 def test_current_lr_is_that_of_the_coming_step() -> None:

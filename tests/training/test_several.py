@@ -148,8 +148,7 @@ def test_the_plan_names_rules() -> None:
     ("optimizer", "message"),
     [
         ({"name": "muon"}, "norm.weight has the shape"),
-        ({"groups": [{"match": "*", "name": "sophia"}]}, "steps the whole model"),
-        ({"name": "sophia", "groups": [{"match": "body.*", "name": "sgd"}]}, "steps the whole model"),
+        ({"groups": [{"match": "*", "name": "custom"}]}, "steps the whole model"),
         ({"groups": [{"match": "*", "name": "lion", "momentum": 0.5}]}, "momentum is not for lion"),
         ({"groups": [{"match": "*", "lr": 0.1, "betas": (0.5, 0.9)}]}, "betas needs name"),
         ({"groups": [{"match": "*", "name": "sgd", "nesterov": True}]}, "nesterov needs momentum"),

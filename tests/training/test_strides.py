@@ -60,8 +60,6 @@ def _same(one: ModelOptimizer, other: ModelOptimizer) -> bool:
 @pytest.mark.parametrize("name", OF_ANY_SHAPE)
 def test_each_rule_goes_on_in_any_order_of_memory(name: str, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """From a file, from a copy, in mid-window; half weights have masters in the same order."""
-    if name == "sophia" and dtype is torch.bfloat16:
-        return  # refused
     mo = ModelOptimizer(_net(kind).to(dtype), _config(name))
     _run(mo, 0, 7)
     path = mo.save_ckpt(tmp_path / "a.safetensors")

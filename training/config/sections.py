@@ -21,18 +21,18 @@ from pydantic import (
 )
 
 OptimizerName = Literal[
-    "sgd", "rmsprop", "adam", "adamw", "adafactor", "lamb", "lion", "muon", "sophia", "custom",
+    "sgd", "rmsprop", "adam", "adamw", "adafactor", "lamb", "lion", "muon", "custom",
 ]  # fmt: skip
 SchedulerName = Literal[
     "constant", "cosine", "cosine_restarts", "polynomial", "inverse_sqrt", "one_cycle", "step", "multistep",
     "exponential", "wsd", "plateau",
 ]  # fmt: skip
 # What only some update rules read, under the names of their arguments; and which of it each one takes.
-RULE_FIELDS = ("betas", "eps", "momentum", "nesterov", "alpha", "rho", "update_interval")
+RULE_FIELDS = ("betas", "eps", "momentum", "nesterov", "alpha")
 _TAKEN: Mapping[str, tuple[str, ...]] = {
     "sgd": ("momentum", "nesterov"), "rmsprop": ("alpha", "eps", "momentum"), "adam": ("betas", "eps"),
     "adamw": ("betas", "eps"), "adafactor": (), "lamb": ("betas", "eps"), "lion": ("betas",),
-    "muon": ("momentum", "nesterov", "eps"), "sophia": ("betas", "eps", "rho", "update_interval"),
+    "muon": ("momentum", "nesterov", "eps"),
 }  # fmt: skip
 Amp = Literal["fp32", "bf16", "fp16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -121,8 +121,8 @@ class GroupRule(_RuleFields):
             raise ValueError("give lr or lr_scale, not both")
         if self.name is None and self.lr is None and self.lr_scale is None and self.weight_decay is None:
             raise ValueError("a rule needs name, lr, lr_scale or weight_decay")
-        if self.name in ("custom", "sophia"):
-            raise ValueError(f"{self.name} steps the whole model")
+        if self.name == "custom":
+            raise ValueError("custom steps the whole model")
         for field in self.arguments:
             if field not in _TAKEN.get(self.name or "", ()):
                 raise ValueError(f"{field} is not for {self.name}" if self.name else f"{field} needs name")
@@ -134,27 +134,18 @@ class OptimizerConfig(_RuleFields):
 
     name: OptimizerName = "adamw"
     lr: PositiveFloat = 1e-3
-    rho: PositiveFloat | None = None  # sophia: the size at which one coordinate's update is clipped
-    update_interval: PositiveInt | None = None  # sophia: steps between two estimates of the curvature
     # Besides biases, norms and 1-D parameters: "embeddings", or glob patterns over parameter names.
     no_decay: tuple[str, ...] = ()
     groups: tuple[GroupRule, ...] = ()  # rules by name pattern; of those that match a parameter the first one holds
     # Layer-wise rate decay: the last block trains at this share of `lr`, each block before it at this share again.
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"  # how `lr` grows with batch_size / base_batch_size
-    batch_size: PositiveInt | None = None
-    base_batch_size: PositiveInt = 256
-    # The lowest and the highest rate to start from; `lr`, scaled with the batch, is brought into it.
+    # The lowest and the highest rate to start from; `lr` is brought into it.
     lr_range: Annotated[tuple[PositiveFloat, PositiveFloat], BeforeValidator(_two)] | None = None
 
     @model_validator(mode="after")
-    def _scaling_needs_a_batch_size(self) -> OptimizerConfig:
-        if self.lr_scaling != "none" and self.batch_size is None:
-            raise ValueError("lr_scaling needs batch_size: samples per optimizer step, over all ranks")
+    def _range_is_in_order(self) -> OptimizerConfig:
         if self.lr_range is not None and self.lr_range[0] > self.lr_range[1]:
             raise ValueError("lr_range is (lowest, highest)")
-        if self.name == "sophia" and len(self.rules) > 1:
-            raise ValueError("sophia steps the whole model: leave out the names in groups")
         return self
 
     @property
@@ -174,15 +165,10 @@ class OptimizerConfig(_RuleFields):
         return ", ".join(("lr", "weight_decay", *_TAKEN.get(self.name, ())))
 
     @property
-    def scaled_lr(self) -> float:
-        """The rate after scaling with the batch: linear (Goyal et al. 2017) or square root (Hoffer et al. 2017)."""
-        rate = self.lr
-        if self.lr_scaling != "none" and self.batch_size is not None:
-            ratio = self.batch_size / self.base_batch_size
-            rate *= ratio if self.lr_scaling == "linear" else math.sqrt(ratio)
-        # Clamped after the scaling: the range is about the rate that trains.
+    def base_lr(self) -> float:
+        """The rate that the schedule is multiplied with: `lr`, brought into `lr_range`."""
         low, high = self.lr_range or (0.0, math.inf)
-        return min(max(rate, low), high)
+        return min(max(self.lr, low), high)
 
 
 class SchedulerConfig(Section):

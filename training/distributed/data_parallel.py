@@ -130,8 +130,6 @@ class Replicas(Peers):
             stepped.grad = grads[id(stepped)] if somewhere else None
             if somewhere and id(stepped) not in settled:  # changed since, or joined later and in no bucket
                 rest.append(grads[id(stepped)])
-        if lane.sophia is not None:
-            rest += lane.sophia.curvature.values()
         # All are sent before the first is waited for.
         reductions = [(bucket, *self._send(bucket)) for bucket in buckets(rest, self._size)]
         for bucket, work, message in reductions:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 _REFUSED = {
     "adafactor": "adafactor's row and column statistics need whole matrices",
     "muon": "muon makes whole matrices orthogonal",
-    "sophia": "sophia's curvature estimate needs second derivatives, which sharded layers have not",
 }
 
 

@@ -28,7 +28,6 @@ def check(lane: LaneState) -> None:
     """Refuses what cannot go with `accumulate.on_oom: halve`."""
     refusals = {
         "one rank alone would halve its batch, and the others would wait for it": lane.peers is not None,
-        "sophia's estimate of the curvature would be taken of a part": lane.sophia is not None,
         "triage runs whole micro-batches again": lane.config.nonfinite.triage,
     }
     for reason, applies in refusals.items():

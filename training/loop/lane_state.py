@@ -22,7 +22,6 @@ from layerline.training.model.policy import Policy
 from layerline.training.model.precision import LossScale, masters
 from layerline.training.model.split_tensors import device_of, local
 from layerline.training.optimizers import custom, gradient_norm, param_groups, registry
-from layerline.training.optimizers.foreach import Sophia
 from layerline.training.optimizers.gradient_norm import numbers
 from layerline.training.optimizers.lr import Rate
 from layerline.training.optimizers.param_groups import Member
@@ -87,7 +86,6 @@ class LaneState:
         clear = getattr(optimizer.zero_grad, "__func__", None)
         self._clears_itself = self.custom and clear is not torch.optim.Optimizer.zero_grad
         self.needs_closure = self.custom and custom.needs_closure(optimizer)
-        self.sophia = optimizer if isinstance(optimizer, Sophia) else None
         self.rate = Rate(config, optimizer, custom=self.custom)
         self.scale = LossScale(config.precision)
         self.window = Window()
@@ -142,7 +140,7 @@ class LaneState:
         return [p for p in self.named.params.values() if id(p) not in trained and not p.requires_grad]
 
     def forget(self) -> None:
-        """Drops the window: its losses, its gradients, its estimate of the curvature."""
+        """Drops the window: its losses and its gradients."""
         self.window.clear()
         self.own_passes = LaneState.passes
         for param in self.stepped:
@@ -152,8 +150,6 @@ class LaneState:
                 half.grad = None
         if self._clears_itself:
             self.optimizer.zero_grad()
-        elif self.sophia is not None:
-            self.sophia.curvature.clear()
 
     def refuse_averages(self, where: str) -> None:
         """Training would change the averages, which the model holds, and not the weights."""

@@ -131,8 +131,6 @@ class Lane(LaneState):
         if self.peers is not None and not alone:
             with self.peers.backward():
                 self._differentiate(loss, alone=True)
-        elif self.sophia is not None and self.sophia.wants_curvature():
-            self.sophia.backward(loss, self.params)
         else:
             torch.autograd.backward(loss, inputs=self.params if self.shared else None)
 
@@ -277,8 +275,6 @@ class Lane(LaneState):
             factor *= self._max_norm / (norm + 1e-6)
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
-            if self.sophia is not None and self.sophia.curvature:
-                torch._foreach_mul_(list(self.sophia.curvature.values()), unscale)
         if self._max_value is not None:
             torch._foreach_clamp_min_(grads, -self._max_value)
             torch._foreach_clamp_max_(grads, self._max_value)

@@ -162,7 +162,4 @@ def masters(config: Config, params: Sequence[nn.Parameter], *, custom: bool) -> 
             raise ConfigError("a custom optimizer holds the parameters themselves and cannot step masters",
                               where="precision.master_weights")  # fmt: skip
         return None
-    if config.optimizer.name == "sophia":
-        raise ConfigError("sophia does not work on half parameters", where="optimizer.name",
-                          hint="keep parameters in float32 and use precision.amp")  # fmt: skip
     return Masters(params)

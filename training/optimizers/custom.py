@@ -74,7 +74,7 @@ def check_unread(config: OptimizerConfig, optimizer: Any) -> None:
     if config.name == "custom":
         read.add("name")
     if not any("lr" in g for g in own_groups(optimizer)):
-        read |= {"lr", "lr_scaling", "batch_size", "base_batch_size", "lr_range"}
+        read |= {"lr", "lr_range"}
     for field in sorted(config.model_fields_set - read, key=list(type(config).model_fields).index):
         what = f"{type(optimizer).__name__} is given, and does not read {field}: {getattr(config, field)!r}"
         hint = "leave it out, or leave optimizer= out; `name: custom` says that the optimizer is given"

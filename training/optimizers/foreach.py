@@ -1,12 +1,10 @@
-"""LAMB, Lion and Sophia as foreach updates. They are not taken from the `pytorch-optimizer` package. Its LAMB differs
-from the paper (no bias correction of the second moment, weight norms clipped at 10). Its Sophia takes second
-derivatives inside step(), after accumulation, loss scale and clipping. Where the rules agree, the tests compare both
-implementations."""
+"""LAMB and Lion as foreach updates. The LAMB of the `pytorch-optimizer` package differs from the paper (no bias
+correction of the second moment, weight norms clipped at 10), and its Lion steps one parameter at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -93,53 +91,3 @@ class Lion(_Foreach):
         torch._foreach_sign_(update)
         torch._foreach_add_(params, update, alpha=-group["lr"])
         torch._foreach_lerp_(mean, grads, 1 - beta2)
-
-
-class Sophia(_Foreach):
-    """Sophia-H (Liu et al. 2023): w -= lr * clip(m / max(h, eps), ±rho), h estimating the Hessian's diagonal. Every
-    `update_interval` steps the backward pass is asked for second derivatives (Hutchinson: h ≈ z ⊙ Hz with z = ±1),
-    which costs about two further backward passes and the memory of a graph of the first."""
-
-    states = ("exp_avg", "hessian")
-
-    def __init__(self, params: Params, lr: float = 6e-2, betas: tuple[float, float] = (0.96, 0.99), eps: float = 1e-12,
-                 rho: float = 0.01, weight_decay: float = 0.0, update_interval: int = 10) -> None:  # fmt: skip
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "rho": rho, "weight_decay": weight_decay})
-        self.update_interval = update_interval
-        self.curvature: dict[Tensor, Tensor] = {}
-
-    def wants_curvature(self) -> bool:
-        """Whether the coming step updates the estimate."""
-        return max((state["step"] for state in self.state.values()), default=0) % self.update_interval == 0
-
-    def backward(self, loss: Tensor, params: Sequence[Tensor]) -> None:
-        """A backward pass that also estimates the curvature. Gradients and estimates are summed until the next step."""
-        all_grads = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
-        pairs = [(param, grad) for param, grad in zip(params, all_grads, strict=True) if grad is not None]
-        self._estimate([param for param, _ in pairs], [grad for _, grad in pairs])
-        for param, grad in pairs:
-            param.grad = grad.detach() if param.grad is None else param.grad + grad.detach()
-
-    def _estimate(self, params: list[Tensor], grads: list[Tensor]) -> None:
-        signs = [torch.randint_like(p, 0, 2) * 2 - 1 for p in params]
-        products = torch.autograd.grad(grads, params, grad_outputs=signs, allow_unused=True, materialize_grads=True)
-        for param, sign, product in zip(params, signs, products, strict=True):
-            estimate = product.detach() * sign
-            if param in self.curvature:
-                estimate = self.curvature[param] + estimate
-            self.curvature[param] = estimate
-
-    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> None:
-        mean, hessian = states
-        beta1, beta2 = group["betas"]
-        for param, average in zip(params, hessian, strict=True):
-            estimate = self.curvature.pop(param, None)
-            if estimate is not None:
-                average.lerp_(estimate, 1 - beta2)
-        if group["weight_decay"]:
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_lerp_(mean, grads, 1 - beta1)
-        update = torch._foreach_div(mean, torch._foreach_clamp_min(hessian, group["eps"]))
-        torch._foreach_clamp_min_(update, -group["rho"])
-        torch._foreach_clamp_max_(update, group["rho"])
-        torch._foreach_add_(params, update, alpha=-group["lr"])

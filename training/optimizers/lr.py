@@ -24,7 +24,7 @@ class Rate(Policy):
     def __init__(self, config: Config, optimizer: Any, *, custom: bool = False) -> None:
         self._optimizer = optimizer
         self._bases = [float(g["lr"]) for g in self._groups]
-        self.base = config.optimizer.scaled_lr
+        self.base = config.optimizer.base_lr
         if custom and self._bases:
             self.base = self._bases[0]
         self.schedule = schedules.build(config.scheduler, self.base)

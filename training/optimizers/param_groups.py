@@ -132,7 +132,7 @@ def rule_name(config: OptimizerConfig, member: Member) -> str:
 def options(config: OptimizerConfig, member: Member) -> dict[str, Any]:
     """The fields of the parameter group that a parameter belongs to: its rate, and what else is set for it. A rule's
     weight decay holds for parameters that decay at all: biases and norms stay without."""
-    fields: dict[str, Any] = {"lr": config.scaled_lr * member.share}
+    fields: dict[str, Any] = {"lr": config.base_lr * member.share}
     weight_decay = config.weight_decay
     if member.rule is not None:
         fields |= member.rule.arguments
@@ -205,4 +205,4 @@ def grouped(config: OptimizerConfig, members: Sequence[Member], stepped: Sequenc
         fields = options(config, member)
         key = tuple(sorted(fields.items()))
         groups.setdefault(key, {"params": [], **fields})["params"].append(param)
-    return sorted(groups.values(), key=lambda g: (g["lr"] != config.scaled_lr, g.get("weight_decay") == 0.0))
+    return sorted(groups.values(), key=lambda g: (g["lr"] != config.base_lr, g.get("weight_decay") == 0.0))

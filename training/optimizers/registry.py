@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config.sections import OptimizerConfig
 from layerline.training.optimizers import param_groups
-from layerline.training.optimizers.foreach import Lamb, Lion, Sophia
+from layerline.training.optimizers.foreach import Lamb, Lion
 from layerline.training.optimizers.param_groups import Member
 from layerline.training.optimizers.strides import fusible
 
@@ -68,7 +68,6 @@ TABLE: Mapping[str, Rule] = {
     "lamb": Rule(Lamb, foreach=False),
     "lion": Rule(Lion, foreach=False),
     "muon": Rule(torch.optim.Muon, foreach=False),
-    "sophia": Rule(Sophia, foreach=False),
 }
 
 
@@ -105,7 +104,7 @@ def _build_rule(
             raise ConfigError(f"muon steps matrices alone, and {member.name} has the shape {tuple(param.shape)}",
                               where="optimizer.name",
                               hint="name: adamw, with groups: [{match: '*', name: muon}] for the matrices")  # fmt: skip
-    arguments: dict[str, Any] = {"lr": config.scaled_lr}
+    arguments: dict[str, Any] = {"lr": config.base_lr}
     if name == config.name:
         arguments |= config.arguments
     groups = param_groups.grouped(config, members, stepped)

@@ -100,7 +100,7 @@ def _group_name(config: OptimizerConfig, member: Member) -> str:
     rule = param_groups.rule_name(config, member)
     if rule != config.name:
         name = f"{rule}, {name}"
-    if fields["lr"] == config.scaled_lr:
+    if fields["lr"] == config.base_lr:
         return name
     return f"{name}, lr {fields['lr']:.3g}"
 

@@ -57,7 +57,6 @@ def read(lane: Lane, saved: Mapping[str, Any], prefix: str, tensors: Mapping[str
     for kind in ("masters", "ema"):
         _check_shapes(kind, weights[kind], _shapes(lane.named.tensors))
     _check_shapes("window", parts["window"]["grads"], trained)
-    _check_shapes("window", parts["window"].get("curvature", {}), trained)
     _check_shapes("masks", parts.get("masks", {}).get("masks", {}), _shapes(lane.named.params))
     optimizer_state.check(lane, parts["optimizer"], trained)
     return state
@@ -131,18 +130,10 @@ def _window_state(lane: Lane) -> dict[str, Any]:
     for name, stepped in zip(lane.names, lane.stepped, strict=True):
         if stepped.grad is not None:
             grads[name] = stepped.grad
-    curvature = {}
-    if lane.sophia is not None:
-        estimates = lane.sophia.curvature
-        curvature = {n: estimates[p] for n, p in zip(lane.names, lane.stepped, strict=True) if p in estimates}
     window: dict[str, Any] = lane.window.state_dict()
     if lane.peers is not None:
         window = lane.peers.shared_window(window)
         grads = lane.peers.mean_by_name(grads)
-        if lane.sophia is not None:
-            curvature = lane.peers.mean_by_name(curvature)
-    if curvature:
-        window["curvature"] = curvature
     return {**window, "grads": grads}
 
 
@@ -196,6 +187,3 @@ def _restore_window(lane: Lane, window: Mapping[str, Any]) -> None:
     for name, param in by_name.items():
         grad = window["grads"].get(name)
         param.grad = None if grad is None else grad.to(param.device)
-    if lane.sophia is not None:
-        curvature = window.get("curvature", {})
-        lane.sophia.curvature = {p: curvature[n].to(p.device) for n, p in by_name.items() if n in curvature}
