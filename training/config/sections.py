@@ -1,10 +1,8 @@
-"""The whole configuration of training as frozen, typed sections: one place for each decision. What people write (dicts
-and YAML in two common shapes) is brought into this form by `aliases`. This module imports no torch: `pipe.yaml` is
-checked with it before anything runs."""
+"""The configuration of training as frozen, typed sections. `aliases` brings what people write into this form. This
+module imports no torch: `pipe.yaml` is checked with it before anything runs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -27,7 +25,7 @@ SchedulerName = Literal[
     "constant", "cosine", "cosine_restarts", "polynomial", "inverse_sqrt", "one_cycle", "step", "multistep",
     "exponential", "wsd", "plateau",
 ]  # fmt: skip
-# What only some update rules read, under the names of their arguments; and which of it each one takes.
+# Arguments that only some update rules read, and which of them each one takes.
 RULE_FIELDS = ("betas", "eps", "momentum", "nesterov", "alpha")
 _TAKEN: Mapping[str, tuple[str, ...]] = {
     "sgd": ("momentum", "nesterov"), "rmsprop": ("alpha", "eps", "momentum"), "adam": ("betas", "eps"),
@@ -51,23 +49,24 @@ Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_two)]
 
 
 class Section(BaseModel):
-    """Frozen; an unknown field is an error, and so is a yes where a number is meant (Python takes it for 1)."""
+    """Frozen. An unknown field is an error, and so is True where a number is meant."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _no_number_is_true(cls, value: Any, info: ValidationInfo) -> Any:
-        # A pair of numbers is checked element by element.
-        numbers = value if isinstance(value, list | tuple) else (value,)
         annotation = cls.model_fields[str(info.field_name)].annotation
-        if any(v is True for v in numbers) and annotation is not bool and bool not in get_args(annotation):
+        takes_bool = annotation is bool or bool in get_args(annotation)
+        # A pair of numbers is checked element by element.
+        has_true = value is True or (isinstance(value, list | tuple) and any(v is True for v in value))
+        if has_true and not takes_bool:
             raise ValueError("expected a number")
         return value
 
 
 class _Switched(Section):
-    """A section that is off while its first field is None; its other fields then say nothing."""
+    """A section that is off while its first field is None; the others are refused then."""
 
     @model_validator(mode="after")
     def _is_on(self) -> _Switched:
@@ -104,11 +103,10 @@ class _RuleFields(Section):
 class GroupRule(_RuleFields):
     """Update rule, rate and weight decay of the parameters whose names match a pattern."""
 
-    match: str  # A glob pattern over parameter names: `head.*`, `*.bias`
-    # Another update rule. muon takes matrices alone: other parameters that match are left to the next rule.
-    name: OptimizerName | None = None
-    lr: PositiveFloat | None = None  # their base rate; it follows the same schedule
-    lr_scale: NonNegative | None = None  # or a multiple of `optimizer.lr`; 0 leaves them as they are
+    match: str  # glob pattern over parameter names: `head.*`, `*.bias`
+    name: OptimizerName | None = None  # another update rule; muon leaves what is no matrix to the next rule
+    lr: PositiveFloat | None = None  # base rate; it follows the same schedule
+    lr_scale: NonNegative | None = None  # or a multiple of `optimizer.lr`; 0 freezes them
 
     @field_validator("name", mode="before")
     @classmethod
@@ -124,8 +122,10 @@ class GroupRule(_RuleFields):
         if self.name == "custom":
             raise ValueError("custom steps the whole model")
         for field in self.arguments:
-            if field not in _TAKEN.get(self.name or "", ()):
-                raise ValueError(f"{field} is not for {self.name}" if self.name else f"{field} needs name")
+            if self.name is None:
+                raise ValueError(f"{field} needs name")
+            if field not in _TAKEN[self.name]:
+                raise ValueError(f"{field} is not for {self.name}")
         return self
 
 
@@ -134,13 +134,11 @@ class OptimizerConfig(_RuleFields):
 
     name: OptimizerName = "adamw"
     lr: PositiveFloat = 1e-3
-    # Besides biases, norms and 1-D parameters: "embeddings", or glob patterns over parameter names.
-    no_decay: tuple[str, ...] = ()
-    groups: tuple[GroupRule, ...] = ()  # rules by name pattern; of those that match a parameter the first one holds
-    # Layer-wise rate decay: the last block trains at this share of `lr`, each block before it at this share again.
+    no_decay: tuple[str, ...] = ()  # "embeddings" or glob patterns, besides biases, norms and 1-D parameters
+    groups: tuple[GroupRule, ...] = ()  # the first rule that matches a parameter applies
+    # The last block trains at this share of `lr`, each block before it at this share again.
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    # The lowest and the highest rate to start from; `lr` is brought into it.
-    lr_range: Annotated[tuple[PositiveFloat, PositiveFloat], BeforeValidator(_two)] | None = None
+    lr_range: Annotated[tuple[PositiveFloat, PositiveFloat], BeforeValidator(_two)] | None = None  # bounds of `lr`
 
     @model_validator(mode="after")
     def _range_is_in_order(self) -> OptimizerConfig:
@@ -166,8 +164,10 @@ class OptimizerConfig(_RuleFields):
 
     @property
     def base_lr(self) -> float:
-        """The rate that the schedule is multiplied with: `lr`, brought into `lr_range`."""
-        low, high = self.lr_range or (0.0, math.inf)
+        """`lr`, brought into `lr_range`."""
+        if self.lr_range is None:
+            return self.lr
+        low, high = self.lr_range
         return min(max(self.lr, low), high)
 
 
@@ -177,9 +177,7 @@ class SchedulerConfig(Section):
     name: SchedulerName = "constant"
     warmup_ratio: Fraction | None = None
     warmup_steps: Count | None = None
-    # Share of the base rate at the first update; the base rate is reached after `warmup_steps` updates. None: the
-    # first update runs at 1/warmup_steps and the last one of the warm-up at the base rate.
-    warmup_start: Fraction | None = None
+    warmup_start: Fraction | None = None  # share of the base rate at the first update; None: 1 / warmup_steps
     min_lr: NonNegative | None = None
     min_lr_ratio: Fraction | None = None
     total_steps: PositiveInt | None = None  # optimizer steps in the whole run
@@ -187,26 +185,22 @@ class SchedulerConfig(Section):
     step_size: PositiveInt | None = None  # step: steps between two decays
     milestones: tuple[PositiveInt, ...] | None = None  # multistep: the steps at which the rate decays
     gamma: Annotated[float, Field(gt=0, le=1)] | None = None  # step and multistep (0.1), exponential (0.999 a step)
-    # step, multistep and exponential: whether they count from the start of the run or from the end of the warm-up.
-    # None: step and multistep from the start, exponential from the end of the warm-up.
+    # Count from the start of the run instead of the end of the warm-up; None: step and multistep do.
     count_warmup: bool | None = None
     period: PositiveInt | None = None  # cosine_restarts: steps until the first restart
-    period_mult: PositiveInt = 1  # cosine_restarts: each period is so many times as long as the one before
-    # wsd: share of the run, at its end, in which the rate falls linearly; before it the rate is constant.
-    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
+    period_mult: PositiveInt = 1  # cosine_restarts: length of a period over that of the one before
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1  # wsd: share of the run in which the rate falls
     div_factor: PositiveFloat = 25.0  # one_cycle: peak / first rate
     final_div_factor: PositiveFloat = 1e4  # one_cycle: first / last rate
-    # one_cycle: momentum (or the first beta) goes from 0.95 to 0.85 while the rate rises, and back while it falls.
-    cycle_momentum: bool = True
+    cycle_momentum: bool = True  # one_cycle: momentum (or the first beta) falls while the rate rises
     factor: Annotated[float, Field(gt=0, lt=1)] = 0.1  # plateau
     patience: Count = 10  # plateau: validations without improvement that are waited for
     threshold: NonNegative = 1e-4  # plateau: relative improvement that counts
-    # plateau: whether a higher metric is better; the same decision as `monitor.better`.
-    mode: Literal["max", "min"] | None = None
+    mode: Literal["max", "min"] | None = None  # plateau: the same decision as `monitor.better`
 
 
 class ClipConfig(Section):
-    """Gradient clipping by total norm or by value; off while both are None (0 is written for it, too)."""
+    """Gradient clipping by total norm or by value; off while both are None or 0."""
 
     max_norm: PositiveFloat | None = None
     value: PositiveFloat | None = None  # greatest absolute value of each gradient's elements
@@ -232,28 +226,23 @@ class EmaConfig(Section):
 
 
 class SwaConfig(_Switched):
-    """Stochastic weight averaging: the plain mean of the weights over the last share of the run ships (Izmailov et al.
-    2018). Running statistics of normalisation layers are averaged the same way."""
+    """Stochastic weight averaging: the plain mean over the last share of the run ships (Izmailov et al. 2018)."""
 
-    # Share of the run, at its end, that is averaged; off while it is None.
     share: Annotated[float, Field(gt=0, le=1)] | None = None
-    # Rate in that share, which is constant; None: what the schedule gives at its first step.
-    lr: PositiveFloat | None = None
+    lr: PositiveFloat | None = None  # constant rate in that share; None: the schedule's at its first step
 
 
 class PruningConfig(_Switched):
     """Weights that are held at zero while training goes on around them."""
 
-    # magnitude: the smallest of each layer. global: the smallest of all layers together. 2:4: two of four along the
-    # input channels. channels: whole output channels, with what the BatchNorm behind gives for them. None: off.
+    # magnitude: the smallest of each layer. global: the smallest of all layers. 2:4: two of four input channels.
+    # channels: whole output channels.
     method: Literal["magnitude", "global", "2:4", "channels"] | None = None
-    share: Annotated[float, Field(gt=0, lt=1)] = 0.5  # share of zeros at the end; 2:4 has half of them
-    start_step: Count = 0  # optimizer step at which pruning begins
-    # Step at which the share is reached; None: half-way through the run. 2:4 is chosen at `start_step` at once.
-    end_step: PositiveInt | None = None
-    every: PositiveInt = 100  # steps between two choices of what is pruned, from start to end
-    # Glob patterns of parameter names that stay whole; channels leaves the last layer out where none is given.
-    skip: tuple[str, ...] = ()
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.5  # share of zeros at the end
+    start_step: Count = 0  # optimizer step at which pruning begins; 2:4 is chosen here at once
+    end_step: PositiveInt | None = None  # step at which the share is reached; None: half-way through the run
+    every: PositiveInt = 100  # steps between two choices of what is pruned
+    skip: tuple[str, ...] = ()  # glob patterns of parameters that stay whole; empty: channels spares the last layer
 
     @model_validator(mode="after")
     def _says_what_it_needs(self) -> PruningConfig:
@@ -268,12 +257,9 @@ class PruningConfig(_Switched):
 class DistillationConfig(_Switched):
     """A second loss from the outputs of a trained model, which the task's `teacher()` gives (Hinton et al. 2015)."""
 
-    # Share of the teacher's loss: (1 - alpha) * loss + alpha * T^2 * KL(teacher / T, student / T). None or 0: off.
-    alpha: Fraction | None = None
+    alpha: Fraction | None = None  # share of the teacher's loss, T^2 * KL(teacher / T, student / T)
     temperature: PositiveFloat = 4.0  # T; higher shows more of the teacher's small probabilities
-    # Axis of the classes. None: as the shape of the labels says; without labels axis 1 of images (N, classes, H, W),
-    # and the last axis of outputs with up to three dimensions.
-    axis: int | None = None
+    axis: int | None = None  # axis of the classes; None: see loss.class_axis
 
 
 class PrecisionConfig(Section):
@@ -281,10 +267,9 @@ class PrecisionConfig(Section):
 
     amp: Amp = "fp32"
     master_weights: bool | None = None  # float32 masters of half parameters; None: wherever a parameter is half
-    # "dynamic" starts at 65536. A number alone is kept; with dynamic_loss_scale_window it is the first scale.
+    # A number alone stays as it is; with dynamic_loss_scale_window it is the first scale.
     loss_scale: PositiveFloat | Literal["dynamic"] = "dynamic"
-    # Accepted steps in a row after which the scale doubles; 2000 where the scale is dynamic.
-    dynamic_loss_scale_window: PositiveInt | None = None
+    dynamic_loss_scale_window: PositiveInt | None = None  # accepted steps after which the scale doubles (2000)
     min_loss_scale: PositiveFloat = 1.0
 
 
@@ -292,8 +277,7 @@ class AccumulateConfig(Section):
     """Micro-batches per optimizer step."""
 
     steps: PositiveInt = 1
-    # halve: a micro-batch that does not fit into memory runs in parts of half its size, from then on; the `train`
-    # stage and `mo.train_step(batch, forward)` do so.
+    # halve: a micro-batch that does not fit into memory runs in parts (`mo.train_step` and the `train` stage).
     on_oom: Literal["raise", "halve"] = "raise"
 
 
@@ -305,11 +289,9 @@ class MonitorConfig(Section):
     save_interval: Count = 0
     save_dir: str = "checkpoints"  # where `save_interval` puts its checkpoints
     keep: PositiveInt = 3  # checkpoints kept in a folder
-    keep_best: Count = 0  # checkpoints kept of the validations with the best metric, in the folder `best` of `save_dir`
-    # Validations in a row without improvement after which `mo.should_stop` is true; the `train` stage ends then.
-    early_stop: PositiveInt | None = None
-    # Which metric is the better one, for the plateau schedule as well; None: as `scheduler.mode` says, else higher.
-    better: Literal["higher", "lower"] | None = None
+    keep_best: Count = 0  # checkpoints with the best metric that are kept in the folder `best` of `save_dir`
+    early_stop: PositiveInt | None = None  # validations without improvement after which `mo.should_stop` is true
+    better: Literal["higher", "lower"] | None = None  # which metric is better; None: as `scheduler.mode`, else higher
     print: bool = False  # print a line each `log_interval` steps
     update_ratio: bool = True  # measure the relative change of the weights in the step that is logged
     per_layer: bool = False  # also the gradient norm of every parameter, as columns `grad_norm/<name>`
@@ -319,9 +301,7 @@ class NonFiniteConfig(Section):
     """What happens after a step whose loss or gradients are not finite. Such a step never reaches the weights."""
 
     policy: Literal["skip", "stop", "rollback"] = "skip"
-    # Rejected steps in a row after which skip gives up and rollback rolls back; stop stops at the first. Steps that a
-    # smaller fp16 loss scale answers do not count.
-    limit: PositiveInt = 10
+    limit: PositiveInt = 10  # rejected steps in a row after which skip gives up and rollback rolls back
     triage: bool = False  # replay the first such step and name the module and tensor where it began
 
     @property
@@ -333,22 +313,18 @@ class NonFiniteConfig(Section):
 class MemoryConfig(Section):
     """Trading time for memory."""
 
-    # Run the layers of nn.Sequential and nn.ModuleList again in the backward pass instead of keeping activations.
-    checkpointing: bool = False
+    checkpointing: bool = False  # recompute the layers of nn.Sequential and nn.ModuleList in the backward pass
     checkpoint_interval: PositiveInt = 4  # layers of a Sequential that are recomputed together
 
 
 class DistributedConfig(Section):
     """How the ranks that a launcher started share the work; without a launcher nothing changes."""
 
-    # Joins the ranks. None: only where the model is wrapped or split already, or shard is set.
-    backend: Literal["nccl", "gloo"] | None = None
+    backend: Literal["nccl", "gloo"] | None = None  # None: ranks join only for a wrapped or sharded model
     bucket_mb: PositiveInt = 25  # gradients are reduced in pieces of this size
-    overlap: bool = True  # reduce while the backward pass runs. Off: after it.
+    overlap: bool = False  # taken for configurations of other tools; gradients are reduced after the backward pass
     compress: Literal["none", "fp16", "bf16"] = "none"  # the type in which gradients travel
-    # Split gradients and optimizer state over the ranks (zero2), and the weights too (zero3).
-    shard: Literal["none", "zero2", "zero3"] = "none"
-    offload: bool = False  # sharded, on GPUs: weights, gradients and optimizer state live in CPU memory
+    shard: Literal["none", "zero2", "zero3"] = "none"  # split gradients and optimizer state; zero3: weights too
     timeout_s: PositiveFloat = 600.0  # how long a rank waits for another before it names it
 
 
@@ -376,8 +352,7 @@ class Config(Section):
 
     @property
     def swa_start(self) -> int:
-        """The first step whose weights are part of SWA's mean: the last round(share * total_steps), at least one. 0
-        where SWA is off, or the length of the run is not known yet."""
+        """The first step whose weights are part of SWA's mean; 0 where SWA is off or the run's length is unknown."""
         total = self.scheduler.total_steps
         if self.swa.share is None or total is None:
             return 0
@@ -388,5 +363,7 @@ class Config(Section):
         """A checked copy with some sections (or fields of them, as dicts) changed."""
         raw = self.model_dump(exclude_unset=True)  # what nobody has set stays so
         for name, value in sections.items():
-            raw[name] = {**raw.get(name, {}), **value} if isinstance(value, dict) else value
+            if isinstance(value, dict):
+                value = {**raw.get(name, {}), **value}
+            raw[name] = value
         return Config.model_validate(raw)

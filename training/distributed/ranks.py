@@ -39,13 +39,11 @@ class Ranks:
         self.timeout_s = config.timeout_s
         self.store = store
         backends = dist.get_backend_config()  # such as cpu:gloo,cuda:nccl
-        nccl = "nccl" in backends
         self.serves_cpu = "cpu:" in backends  # whether it sends tensors in CPU memory as well
         # The device from which the backend sends tensors
         self.device = torch.device("cpu")
-        if nccl:
-            # The model's GPU, or the one the launcher means, becomes the current one: torch's collectives of objects
-            # use that.
+        if "nccl" in backends:
+            # torch's collectives of objects use the current GPU: the model's, or the one that the launcher means.
             if device.type == "cpu":
                 launch.device("cuda", "distributed.backend")
             elif device.index is not None:
@@ -105,12 +103,12 @@ class Ranks:
             unflatten(flat, bucket)
 
     def compare(
-        self, lines: Sequence[Line], hint: str = "build the same model with the same configuration on each rank"
+        self, rows: Sequence[Line], hint: str = "build the same model with the same configuration on each rank"
     ) -> None:
         """Refuses to train where ranks differ."""
         # Ranks that are missing are named here: a collective could only wait for them.
         meet(self.store, f"lines/{next(_MEETINGS)}", self.rank, self.size, self.timeout_s, self.phases.ended)
-        first, *others = self.gather(list(lines))
+        first, *others = self.gather(list(rows))
         for rank, theirs in enumerate(others, start=1):
             for a, b in itertools.zip_longest(first, theirs):
                 if a != b:
@@ -128,8 +126,6 @@ def join(config: DistributedConfig, device: torch.device) -> Ranks | None:
     if size == 1:
         return None
     backend: str = config.backend or ("nccl" if device.type == "cuda" else "gloo")
-    if backend == "nccl" and config.offload:
-        backend = "cpu:gloo,cuda:nccl"  # NCCL doesn't send tensors in CPU memory
     # NCCL's collectives don't raise: its watchdog logs which ranks are late, and ends the process.
     os.environ.setdefault("TORCH_NCCL_DESYNC_DEBUG", "1")
     # A new name each time: entries of an earlier group are still in the store.
@@ -148,8 +144,7 @@ def joined() -> bool:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Ends a group that was joined inside the block. The following code runs on each rank alone. An error is posted to
-    the other ranks, which would otherwise wait for this one."""
+    """Ends a group that was joined inside the block. An error is posted to the other ranks, which would wait else."""
     try:
         yield
     except BaseException as error:
@@ -195,7 +190,7 @@ def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def lines(model: Named, config: Config) -> list[Line]:
-    """The properties that must be equal on all ranks: torch's version, tensors in their order, ties, configuration."""
+    """What must be equal on all ranks: torch's version, tensors in their order, ties, configuration."""
     out: list[Line] = [("torch", str(torch.__version__))]
     for name, param in model.params.items():
         frozen = "" if param.requires_grad else ", frozen"

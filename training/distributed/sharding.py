@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config.sections import Config
@@ -22,7 +21,7 @@ from layerline.training.distributed.parallel_strategy import Peers
 from layerline.training.distributed.ranks import Ranks
 from layerline.training.model.canonical_names import unwrap
 from layerline.training.model.precision import HALF_TYPES
-from layerline.training.model.split_tensors import like
+from layerline.training.model.split_tensors import like, local
 
 if TYPE_CHECKING:
     from layerline.training.optimizers.param_groups import Member
@@ -42,14 +41,11 @@ def shard(model: nn.Module, config: Config, ranks: Ranks) -> None:
     for name, why in _REFUSED.items():
         if name in config.optimizer.rules:
             raise ConfigError(why, where="distributed.shard", hint="use another optimizer, or shard: none")
-    if options.offload and ranks.device.type == "cpu":
-        raise ConfigError("there is no GPU whose memory offloading would spare", where="distributed.offload")
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     reduce_type = HALF_TYPES.get(options.compress)
-    offload = CPUOffloadPolicy() if options.offload else OffloadPolicy()
     for unit in (*_units(unwrap(model)), unwrap(model)):
         fully_shard(unit, mesh=mesh, reshard_after_forward=options.shard == "zero3",
-                    mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_type), offload_policy=offload)  # fmt: skip
+                    mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_type))  # fmt: skip
 
 
 class Shards(Peers):
@@ -72,7 +68,7 @@ class Shards(Peers):
 
     def norms(self, grads: Sequence[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
         """From the norms of the parts, in one collective."""
-        parts = torch._foreach_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads], dtype=dtype)
+        parts = torch._foreach_norm([local(g) for g in grads], dtype=dtype)
         squares = torch.stack(list(parts)).to(self.ranks.device, torch.float64).square()
         with self.guarded("reducing gradients"):
             dist.all_reduce(squares)
@@ -82,7 +78,9 @@ class Shards(Peers):
         """The greatest over all ranks; NaN where one has it."""
         with self.guarded("exchanging notes"):
             values = [row[0] for row in self.ranks.floats(value)]
-        return math.nan if any(map(math.isnan, values)) else max(values)
+        if any(map(math.isnan, values)):
+            return math.nan
+        return max(values)
 
     def split(self, tensors: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
         """Whatever has a parameter's name and shape is split as the parameter is."""
@@ -98,10 +96,7 @@ class Shards(Peers):
         return tensors
 
     def release(self) -> None:
-        """What units hold of their weights in whole form is dropped. Offloaded weights may still be on their way to the
-        GPU, for a forward pass that the CPU has only queued."""
-        if any(p.device.type == "cpu" for p in self.lane.params) and self.lane.device.type == "cuda":
-            torch.cuda.synchronize()
+        """What units hold of their weights in whole form is dropped."""
         for module in self.lane.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -123,11 +118,12 @@ def _units(model: nn.Module) -> Iterator[nn.Module]:
     for child in model.children():
         if not isinstance(model, nn.Sequential | nn.ModuleList) or isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _units(child)
-        elif (inside := Counter(_registered(child))) and all(owners[p] == n for p, n in inside.items()):
-            yield child
+        else:
+            inside = Counter(_registered(child))
+            if inside and all(owners[p] == count for p, count in inside.items()):
+                yield child
 
 
-def _registered(model: nn.Module) -> Iterator[nn.Parameter]:
+def _registered(model: nn.Module) -> list[nn.Parameter]:
     """Parameters as often as modules hold them."""
-    for module in model.modules():
-        yield from (p for p in module._parameters.values() if p is not None)
+    return [param for _, param in model.named_parameters(remove_duplicate=False)]

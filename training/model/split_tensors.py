@@ -17,7 +17,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """The device on which layers compute with a parameter; an offloaded part is in CPU memory in between."""
+    """The device on which layers compute with a parameter; what `fully_shard` offloads is in CPU memory in between."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None or mesh.device_type == tensor.device.type:
         return tensor.device
