@@ -367,9 +367,9 @@ def test_a_proof_says_its_cause_and_that_it_was_cut_short() -> None:
     )
     for name, repeats, hint in (("data/x", True, "train_data()"), ("online/w", True, "register"),
                                 ("online/w", False, "not at fault")):  # fmt: skip
-        failed = Proof(0, "", 3, 7, 6, Difference(name, 4, 1, "a", "b", None, repeats))
+        failed = Proof(0, "", 3, 7, 6, Difference(name, 4, 1, "a", "b", repeats))
         assert not failed.passed and hint in failed.hint
-    assert "outside of its state_dict()" in Difference("online/w", 4, 1, "a", "b", None, True).hint
+    assert "outside of its state_dict()" in Difference("online/w", 4, 1, "a", "b", True).hint
 
 
 def test_a_lane_counts_what_it_rejects() -> None:

@@ -30,7 +30,7 @@ Report = Callable[[Mapping[str, Any]], None]
 def main() -> None:
     """Runs the job in the last argument. With `load` it resumes from that checkpoint and calls step() `steps` times.
     Otherwise it begins at `start`, where this checkpoint has two steps or more to go, or anew: `steps` calls, a
-    checkpoint in `middle`, `steps` calls."""
+    checkpoint in `save`, `steps` calls."""
     job = json.loads(sys.argv[-1])
     # The code under proof may print, which must not mix with the reports.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -50,9 +50,9 @@ def main() -> None:
 
 def _run(job: Mapping[str, Any], report: Report) -> None:
     mo, step, left = _build(job)
+    steps = job["steps"]
     if "load" in job:
         mo.load_ckpt(job["load"])
-        steps = job["steps"]
     else:
         start_name = ""
         if job["start"]:
@@ -60,28 +60,28 @@ def _run(job: Mapping[str, Any], report: Report) -> None:
             if left() < 2:  # too few steps for two halves: begin anew
                 mo, step, left = _build(job)
                 start_name = ""
-        steps = int(min(job["steps"], left() / 2))
+        steps = int(min(steps, left() / 2))
         if not steps:
             raise StageError("this training takes one step, so there is no middle to resume from", where="steps")
         report({"steps": steps, "first": mo.global_step, "from": start_name})
         for _ in range(steps):
             step()
             report({})
-        mo.save_ckpt(job["middle"])
+        mo.save_ckpt(job["save"])
     for _ in range(steps):
         inputs = step()
         state = _digests(mo, inputs if isinstance(inputs, dict) else {})
         report({"at": mo.global_step, "state": state})
-    checkpoint.save(mo, Path(job["save"]), timings=False)
 
 
 def _build(job: Mapping[str, Any]) -> tuple[ModelOptimizer, Callable[[], object], Callable[[], float]]:
     """Calls the job's `make`; without a third part of its result, any number of steps is left."""
     source, _, name = job["make"].rpartition(":")
     if source.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(source).stem, source)
-        if spec is None or spec.loader is None or not Path(source).is_file():
+        if not Path(source).is_file():
             raise ConfigError("there is no such file", where=source)
+        spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+        assert spec is not None and spec.loader is not None
         # Modules beside the file can be imported, as when it is run.
         sys.path.insert(0, str(Path(source).parent))
         module = importlib.util.module_from_spec(spec)
@@ -131,21 +131,19 @@ def _digests(mo: ModelOptimizer, inputs: Mapping[str, Tensor]) -> dict[str, str]
     """Digests of tensors and the text of counters, by name, in the order in which one can cause the next to differ:
     inputs of the step, random state, then weights, averages, optimizer and the rest."""
     tensors, meta = checkpoint.state(mo, timings=False)  # rows hold measured times, which no run repeats
+    state = {name: _digest(tensor) for name, tensor in tensors.items()}
     counters: dict[str, Any] = {"rng": meta["rng"], "extras": meta["extras"]}
     for name, lane in meta["lanes"].items():
         counters |= {name: lane} if name else lane
-    state = {name: _digest(tensor) for name, tensor in tensors.items()}
     for name, value in _flat(counters, ""):
         if not name.endswith("/$"):  # only marks the place of a tensor, which has a digest
             state[name] = json.dumps(value)
-    order = sorted(state, key=lambda name: not name.startswith("rng/"))
-    digests = {name: _digest(tensor) for name, tensor in inputs.items()}
-    return digests | {name: state[name] for name in order}
+    draws_first = sorted(state.items(), key=lambda entry: not entry[0].startswith("rng/"))
+    return {name: _digest(tensor) for name, tensor in inputs.items()} | dict(draws_first)
 
 
 def _digest(tensor: Tensor) -> str:
-    """Twelve digits of SHA-256 over a tensor's type, shape and bytes."""
-    # Type and shape are part of it: the same bytes may mean other numbers.
+    """Twelve digits of SHA-256 over a tensor's type, shape and bytes: the same bytes may mean other numbers."""
     sha = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     sha.update(safetensors_io.raw_bytes(tensor))
     return sha.hexdigest()[:12]

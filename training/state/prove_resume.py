@@ -8,13 +8,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from layerline.pipeline.errors import ConfigError, PipeError, StageError, TaskError, Unavailable
 from layerline.pipeline.records.run_lock import temporary_folder
-from layerline.training.state import safetensors_io
 
 _ERRORS: Mapping[str, type[PipeError]] = {e.__name__: e for e in (ConfigError, TaskError, StageError, Unavailable)}
 # The current folder comes last on the path: a file in it must not hide a module of the standard library.
@@ -30,19 +29,13 @@ class Difference:
     after: int  # the same, counted from the checkpoint
     straight: str  # straight, resumed: digests of a tensor, or values of a counter
     resumed: str
-    max_abs: float | None  # max |a - b| of a tensor at the end of both runs; None where it can't be computed
-    # whether resuming a second time gave the result of the first time. If not, the steps are not deterministic, and
-    # resuming isn't at fault
-    repeats: bool
+    repeats: bool  # whether a second resumed run equals the first; else the steps are not deterministic
 
     def __str__(self) -> str:
-        text = (
+        return (
             f"{self.name} differs first, at step {self.step} ({self.after} after the checkpoint): "
             f"{self.straight} straight, {self.resumed} resumed"
         )
-        if self.max_abs is not None:
-            text += f"; at the end max |a-b| is {self.max_abs:.3g}"
-        return text
 
     @property
     def hint(self) -> str:
@@ -73,7 +66,7 @@ class Proof:
     steps: int  # calls of step() before the checkpoint, and after it
     compared: int  # number of tensors and counters compared after each step
     accepted: int  # optimizer steps of the straight run that moved the weights; without any nothing is proved
-    difference: Difference | None = None  # the first difference; None when everything is equal after every step
+    difference: Difference | None = None  # None when everything is equal after every step
 
     @property
     def passed(self) -> bool:
@@ -101,39 +94,40 @@ class Proof:
 def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, start: Path | None = None,
           progress: Callable[[int, int], object] = lambda *_: None) -> Proof:  # fmt: skip
     """Runs `steps` calls of step(), saves, runs as many again; then a fresh process loads and runs the second half.
-    `make` names what builds everything anew, with `arguments`, and returns (ModelOptimizer, step):
-    `package.module:function` or `path/to/file.py:function`. A dict of tensors that step() returns is compared as well.
-    A third part of the result, a function, tells how many calls are left: fewer than `steps` are made where there is no
-    room."""
+
+    Args:
+        make: `package.module:function` or `path/to/file.py:function`, which builds everything anew and returns
+            (ModelOptimizer, step). A dict of tensors that step() returns is compared as well. A third part of the
+            result, a function, tells how many calls are left: each half gets half of them where they are too few.
+        arguments: of that function.
+        start: a checkpoint, or a folder of them, to begin from.
+    """
     if steps < 1:
         raise ConfigError(f"a proof takes a step at least, got {steps}", where="steps")
     with temporary_folder() as folder:
-        middle, straight, resumed = (folder / f"{n}.safetensors" for n in ("middle", "straight", "resumed"))
-        what = {"make": make, "arguments": dict(arguments or {}), "steps": steps}
-        begin = {"start": str(start) if start else "", "middle": str(middle), "save": str(straight)}
-        first, *a = _run({**what, **begin}, folder, lambda done: progress(done, 3 * steps))
+        middle = str(folder / "middle.safetensors")
+        job = {"make": make, "arguments": dict(arguments or {}), "steps": steps, "start": str(start or "")}
+        first, *straight = _run({**job, "save": middle}, folder, lambda done: progress(done, 3 * steps))
         # Fewer than asked for, where the training has too few left.
         steps = first["steps"]
-        again = {**what, "steps": steps, "load": str(middle), "save": str(resumed)}
-        b = _run(again, folder, lambda done: progress(2 * steps + done, 3 * steps))
-        proof = Proof(first["first"], first["from"], steps, len(b[-1]["state"]), a[-1]["at"] - first["first"])
-        parting = _first_difference(a, b)
-        if parting is None:
-            return proof
-        index, name = parting
-        max_abs = _distance(name, straight, resumed)
-        # A third run: where resuming differs from itself, resuming is not at fault.
-        repeats = _first_difference(b, _run(again, folder, lambda _: None)) is None
-    difference = Difference(
-        name=name,
-        step=a[index]["at"],
-        after=index + 1,
-        straight=str(a[index]["state"].get(name, "absent")),
-        resumed=str(b[index]["state"].get(name, "absent")),
-        max_abs=max_abs,
-        repeats=repeats,
-    )
-    return replace(proof, difference=difference)
+        job |= {"steps": steps, "load": middle}
+        resumed = _run(job, folder, lambda done: progress(2 * steps + done, 3 * steps))
+        difference = None
+        place = _first_difference(straight, resumed)
+        if place is not None:
+            index, name = place
+            # A third run: where resuming differs from itself, resuming is not at fault.
+            repeats = _first_difference(resumed, _run(job, folder, lambda _: None)) is None
+            difference = Difference(
+                name=name,
+                step=straight[index]["at"],
+                after=index + 1,
+                straight=str(straight[index]["state"].get(name, "absent")),
+                resumed=str(resumed[index]["state"].get(name, "absent")),
+                repeats=repeats,
+            )
+    accepted = straight[-1]["at"] - first["first"]
+    return Proof(first["first"], first["from"], steps, len(resumed[-1]["state"]), accepted, difference)
 
 
 def _run(job: Mapping[str, Any], folder: Path, progress: Callable[[int], object]) -> list[dict[str, Any]]:
@@ -142,7 +136,6 @@ def _run(job: Mapping[str, Any], folder: Path, progress: Callable[[int], object]
     done = 0
     command = [sys.executable, "-c", _START, json.dumps(job)]
     with (folder / "stderr").open("w+", encoding="utf-8", errors="replace") as stderr:
-        # A process of its own: nothing but the checkpoint is carried over.
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, encoding="utf-8") as process:  # noqa: S603  (this interpreter, our module)
             assert process.stdout is not None
             try:
@@ -161,9 +154,8 @@ def _run(job: Mapping[str, Any], folder: Path, progress: Callable[[int], object]
         if process.returncode:
             stderr.seek(0)
             # The last line of a traceback says what happened.
-            lines = stderr.read().strip().splitlines()
-            reason = lines[-1] if lines else f"it ended with code {process.returncode}"
-            raise StageError(f"the run in a fresh process failed: {reason}", where=str(job["make"]))
+            lines = stderr.read().strip().splitlines() or [f"it ended with code {process.returncode}"]
+            raise StageError(f"the run in a fresh process failed: {lines[-1]}", where=str(job["make"]))
     return reports
 
 
@@ -176,11 +168,3 @@ def _first_difference(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, A
             if x.get(name) != y.get(name):
                 return index, name
     return None
-
-
-def _distance(name: str, straight: Path, resumed: Path) -> float | None:
-    a = safetensors_io.load(straight)[0].get(name)
-    b = safetensors_io.load(resumed)[0].get(name)
-    if a is None or b is None or a.shape != b.shape or not a.numel() or name.startswith("rng/"):
-        return None
-    return float((a.double() - b.double()).abs().max())
