@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from layerline.backends.base import Array, Backend, Feed, Session
 from layerline.backends.onnxruntime import OnnxRuntime
@@ -22,8 +23,9 @@ from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.topk_indices import Pointer, pointed_at, pointers
 from layerline.compare.value_pairs import sides_of_qdq
 from layerline.compare.value_types import Shape, types_of
-from layerline.graph.analysis.ir_queries import first_output, names
+from layerline.graph.analysis.ir_queries import first_output, graph_values, names
 from layerline.graph.analysis.rounding_noise import drawn
+from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.io import onnx_files
 from layerline.graph.io.module_identity import modules
 from layerline.graph.quantization import convert
@@ -189,6 +191,7 @@ def compare_on(
     parts, notes = _measure_inner(backend, model, inner, feeds, whole)
     distances = {**parts.distances, **whole.distances}
     types = {**parts.types, **whole.types}
+    written = _written_types(onnx_model)
     random, module_paths = drawn(onnx_model), modules(onnx_model)
     rows: list[LayerDiff] = []
     # An output that no node computes, an input that is passed on, comes last.
@@ -197,6 +200,7 @@ def compare_on(
         if name not in distances or name in sides:
             continue
         dtype, shape = types[name]
+        dtype = written.get(name, dtype)
         op, module = ops.get(name, "Input"), module_paths.get(name, "")
         row = LayerDiff(name=name, op=op, module=module, dtype=dtype, shape=shape)
         if name in random:
@@ -204,6 +208,16 @@ def compare_on(
         else:
             rows.append(replace(row, **distances[name].measures(), extra=distances[name].flags))
     return tuple(rows), notes + _outside(whole)
+
+
+def _written_types(model: ir.Model) -> dict[str, str]:
+    """numpy's name of the element type of each value in the file; what runs may emulate it in float32."""
+    infer_types(model)
+    types: dict[str, str] = {}
+    for value in (*graph_values(model.graph), *model.graph.inputs):
+        if value.name and value.dtype is not None and value.dtype != ir.DataType.STRING:
+            types[value.name] = value.dtype.numpy().name
+    return types
 
 
 def measure(model: Path, session: BackendSession, feeds: Sequence[Feed]) -> Measured:

@@ -18,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.calib.data_check import refuse_unmeasured
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
 from layerline.parity import evaluate, flipped_samples
@@ -28,7 +29,7 @@ from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import leaves, mapped
 from layerline.pipeline.inputs.metric import Metric, accuracy, score, scores
-from layerline.pipeline.report import FLIPPED, GAIN, OWN, Gate, LayerDiff, Order, Scalar
+from layerline.pipeline.report import FLIPPED, GAIN, OWN, UNMEASURED, Gate, LayerDiff, Order, Scalar
 
 Scores = Mapping[str, float]
 # Fewer dB than this are not worth a layer in float where accuracy was lost.
@@ -145,7 +146,8 @@ class Evaluation:
         return None
 
     def refuse_unknown(self, model: ir.Model, max_drop: MaxDrop | None) -> None:
-        """Refuses a budget for a metric that metric() does not give for the first batch of eval_data()."""
+        """Refuses a budget without eval_data(), or for a metric that metric() does not give for its first batch."""
+        refuse_unmeasured(self._data.task, max_drop)
         samples = self._data.evaluation() if isinstance(max_drop, Mapping) else None
         if samples is None:
             return
@@ -233,7 +235,7 @@ def measure(
         note = f"no metric was measured: {evaluation.why}"
         if max_drop is None:
             return Accuracy(notes=(note,))
-        gate = Gate("accuracy budget", False, "not measured", f"max_drop {max_drop}", evaluation.why)
+        gate = Gate("accuracy budget", False, UNMEASURED, f"max_drop {max_drop}", evaluation.why)
         return Accuracy(gates=(gate,), notes=(note,))
     before, after = measured.before, measured.after
     budgets = by_metric(max_drop, after)
@@ -258,7 +260,7 @@ def measure(
                 change = f"{name} rose from {before[name]:.4g} to {after[name]:.4g}, which counts as a gain"
                 notes.append(f"{change}; if less is better, write max_drop: {{{name}: {{rise: 5%}}}}")
     if max_drop is not None and not after:
-        gates.append(Gate("accuracy budget", False, "metric() gave no figure", f"max_drop {max_drop}"))
+        gates.append(Gate("accuracy budget", False, UNMEASURED, f"max_drop {max_drop}", "metric() gave no figure"))
     slices, about_slices = by_slice(evaluation.metric, measured.predictions, budgets)
     flips, about_flips = flipped(certainty, measured.predictions)
     flipped_rows, about_shown = evaluation.shown(flips, measured)

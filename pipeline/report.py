@@ -184,6 +184,10 @@ def decibels(signal: float, noise: float) -> float:
     return 10.0 * (math.log10(signal) - math.log10(noise))
 
 
+UNMEASURED = "not measured"
+"""What a gate saw that could not be judged: it fails, but nothing is known to be wrong."""
+
+
 @dataclass(frozen=True)
 class Gate:
     """One condition a stage must meet: what was seen against what was asked."""
@@ -225,6 +229,12 @@ class Report:
     @property
     def passed(self) -> bool:
         return all(r.passed for r in self.records) and all(g.passed for g in self.gates)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether something failed that was measured."""
+        gates = [gate for gate in self.gates if not gate.passed and gate.seen != UNMEASURED]
+        return bool(gates) or self.first_failing() is not None
 
     @property
     def order(self) -> Order:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from layerline.pipeline.causes import PARITY, RULES, Cause, Evidence, NonFinite,
 from layerline.pipeline.commands import lookup
 from layerline.pipeline.config.project import Project, load
 from layerline.pipeline.debug import debug
-from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.errors import ConfigError, located
 from layerline.pipeline.plan import open_planner
 from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.report import GAIN, OWN, LayerDiff, Report, Scalar
@@ -73,12 +74,14 @@ def explain(project: Project, log: Log, run_id: str | None = None) -> Explained:
     # Sentences about stages whose accuracy is not known.
     unfinished: list[str] = []
     for stage, error in run.errors.items():
-        unfinished.append(f"{stage} ended in an error, and was not evaluated: {error.error}")
+        unfinished.append(f"{stage} ended in an error, and was not evaluated: {located(error.where, error.error)}")
     for record in run.records:
         stage = record.stage
         if stage not in stages:
             continue
         reports[stage] = planner.ledger.report(record)
+        if not reports[stage].passed and not reports[stage].is_wrong:
+            unfinished.append(f"{stage} was not judged: {reports[stage].failure().what}")
         artifact = planner.store.get(record.digest)
         if artifact is not None:
             folders[stage] = artifact.path
@@ -111,13 +114,13 @@ def _evidence(
     logs: Mapping[str, lookup.Log],
     nonfinite: Mapping[str, NonFinite],
 ) -> Evidence:
-    """What the rules look at. A stage that did not pass has lost something too."""
+    """What the rules look at. A stage that did not pass has lost something too, unless it could not be judged."""
     losses: dict[str, str] = {}
     for stage in project.stages:
         report = reports.get(stage.name)
         if stage.name in lost:
             losses[stage.name] = lost[stage.name]
-        elif report is not None and not report.passed:
+        elif report is not None and report.is_wrong:
             losses[stage.name] = report.failure().what
     settings = {stage.name: stage.model_dump() for stage in project.stages}
     return Evidence(reports=reports, settings=settings, losses=losses, logs=logs, nonfinite=nonfinite)
@@ -156,7 +159,7 @@ def _report(evidence: Evidence, causes: list[Cause], unfinished: list[str], scor
             continue
         for record in report.sorted(report.order)[:_WORST]:
             own = record.extra.get(OWN)
-            if record.sqnr_db is None and own is None:
+            if record.passed and record.sqnr_db in (None, math.inf) and own in (None, math.inf):
                 continue
             place: dict[str, Scalar] = {"stage": stage, "layer": record.where, "value": record.name, "op": record.op}
             figures = {"own_sqnr_db": own, "sqnr_db": record.sqnr_db, GAIN: record.extra.get(GAIN)}

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTP_PORT
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import socket
 from typing import Any
@@ -30,6 +31,12 @@ HAND_OVER_S = 5.0  # for pages that are open to fetch the report
 _CONNECT, _NO_FRAME = "connect-src 'self'", "frame-ancestors 'none'"
 
 
+class ViewClosed(PipeError):
+    """Ctrl-C in the view."""
+
+    exit_code = 130
+
+
 class LiveServer(ThreadingHTTPServer):
     """Sends the newest state of the run to each page. A slow client misses states: nothing waits in a queue."""
 
@@ -41,7 +48,9 @@ class LiveServer(ThreadingHTTPServer):
         number = self.server_address[1]
         self.url = f"http://{HOST}:{number}/"
         # A page of a foreign site whose name resolves to this address sends its own name here (DNS rebinding).
-        self.hosts = (f"{HOST}:{number}", f"localhost:{number}")
+        self.hosts = [f"{HOST}:{number}", f"localhost:{number}"]
+        if number == HTTP_PORT:  # browsers leave this one out
+            self.hosts += [HOST, "localhost"]
         self._title = cleaned(title)
         self._board = document.template("live_board.html", {})
         self._page = document.template("live.html", document.head("live.js", _CONNECT)).render(title=self._title)
@@ -166,7 +175,7 @@ def served(project: Project, port: int) -> Iterator[LiveServer]:
     """A server for the run that is going on.
 
     Raises:
-        PipeError: none is.
+        PipeError: none is, or Ctrl-C closes the view.
         ConfigError: the port is not free.
     """
     if journal.read(project.state) is None:
@@ -181,6 +190,8 @@ def served(project: Project, port: int) -> Iterator[LiveServer]:
     thread.start()
     try:
         yield server
+    except KeyboardInterrupt:
+        raise ViewClosed("the view is closed; the run goes on", hint="pipe report writes its page later") from None
     finally:
         server.shutdown()
         server.server_close()

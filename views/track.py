@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from layerline.pipeline.check import require_tracker
 from layerline.pipeline.commands.settings import settings
 from layerline.pipeline.config.project import Project
-from layerline.pipeline.errors import Unavailable, brief
+from layerline.pipeline.errors import PipeError, Unavailable, brief, words
 from layerline.pipeline.files import write_atomic
 from layerline.pipeline.plan import open_planner
 from layerline.pipeline.runner import Listener, Outcome, Result
@@ -167,13 +167,21 @@ class Tracking:
             return
         page, outcome = "", "KILLED"
         if done is not None:
-            planner = open_planner(self._project)
-            page = html.of_run(planner, planner.ledger.find_run(done.run))
+            page = self._page(done)
             outcome = "FAILED"
             if done.passed:
                 outcome = "FINISHED"
         self._send(lambda tracker: tracker.close(page, outcome))
         self._tracker = None
+
+    def _page(self, done: Outcome) -> str:
+        """The page of the run; empty where it can't be made, such as with a damaged report of a cached stage."""
+        try:
+            planner = open_planner(self._project)
+            return html.of_run(planner, planner.ledger.find_run(done.run))
+        except (PipeError, OSError) as error:
+            self._listener.say(f"{self._project.track} gets no page of this run: {words(error)}")
+            return ""
 
     def _send(self, log: Callable[[Tracker], None]) -> None:
         """Calls the tracker. What fails in it is told once, and the run goes on without it."""

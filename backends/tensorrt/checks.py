@@ -174,15 +174,17 @@ def _settle(choice: ir.Node, inside: tuple[ir.Node, ...]) -> tuple[str, str]:
     The Ifs around it count as well: in a branch that sizes never reach, an inner If can't be decided.
     """
     dims: dict[str, None] = {}
-    inputs: dict[str, None] = {}
+    inputs: dict[str, ir.Value] = {}
     for node in (choice, *inside):
         if node.op_type == "If":
             deciding_dims, deciding_inputs = _deciding(node.inputs[0], Symbols())
             dims.update(dict.fromkeys(deciding_dims))
-            inputs.update(dict.fromkeys(deciding_inputs))
+            inputs.update(deciding_inputs)
     if not dims and not inputs:
         return "constants alone", "no input and no size decides it: take the If out of the model"
     decided_by = " and ".join([*(f"the size {d}" for d in dims), *(f"what {i} holds" for i in inputs)])
+    if any(value.shape is not None and value.shape.rank() > 1 for value in inputs.values()):
+        return decided_by, "samples decide it, so no setting can: give the branches outputs of the same form"
     ways: list[str] = []
     if is_traced(choice, inside):
         if dims:
@@ -197,13 +199,13 @@ def _settle(choice: ir.Node, inside: tuple[ir.Node, ...]) -> tuple[str, str]:
     return decided_by, f"fix that in pipe.yaml and fuse leaves one branch: import-onnx {{{', '.join(ways)}}}"
 
 
-def _deciding(condition: ir.Value | None, symbols: Symbols) -> tuple[list[str], list[str]]:
-    """The sizes of inputs, and the inputs, that a condition is computed from.
+def _deciding(condition: ir.Value | None, symbols: Symbols) -> tuple[list[str], dict[str, ir.Value]]:
+    """The sizes of inputs, and the inputs by name, that a condition is computed from.
 
     Where the size of an inner value matters, everything that this value is computed from counts.
     """
     dims: dict[str, None] = {}
-    inputs: dict[str, None] = {}
+    inputs: dict[str, ir.Value] = {}
     pending: list[tuple[ir.Value | None, bool]] = [(condition, False)]  # the flag: only the shape matters
     visited = set[tuple[ir.Value, bool]]()
     while pending:
@@ -218,13 +220,13 @@ def _deciding(condition: ir.Value | None, symbols: Symbols) -> tuple[list[str], 
             # import-onnx names sizes without a name so.
             dims.update(dict.fromkeys(sorted(n.replace("#", "_dim") for n in names)))
         elif node is None:
-            inputs[value.name or ""] = None
+            inputs[value.name or ""] = value
         elif names and not any(_NAMELESS.search(n) for n in names):
             dims.update(dict.fromkeys(sorted(names)))
         else:
             of_shape = of_shape or node.op_type in ("Shape", "Size")
             pending += [(v, of_shape) for v in node.inputs if v is not None and v.const_value is None]
-    return list(dims), list(inputs)
+    return list(dims), inputs
 
 
 def _symbol_names(items: Iterable[int | str]) -> set[str]:

@@ -348,6 +348,11 @@ BOTH = [node("Size", ["x"], ["d"]), node("Add", ["d", "rate"], ["e"]), node("Equ
         ),
         (BOTH, ["n", 1, 3], ("the size n and what rate holds", "dims: {n: <size>}, values: {rate: <number>}")),
         (SIZE_IS_ONE, ["n", None, 3], ("the size n and the size x_dim1", "x_dim1: <size>}}")),
+        (
+            [node("ReduceMax", ["x"], ["m"], keepdims=0), node("Cast", ["m"], ["c"], to=BOOL)],
+            [2, 1, 3],
+            ("what x holds", "give the branches outputs of the same form"),
+        ),
     ],
 )
 def test_branches_of_two_ranks_name_the_size_to_fix(

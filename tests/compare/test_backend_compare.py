@@ -75,6 +75,11 @@ def test_a_quantised_value_has_one_row(tmp_path) -> None:
     assert list(rows) == ["x_dq", "c", "r", "p_dq", "y"]
 
 
+def test_types_are_those_of_the_file_though_half_is_emulated(tmp_path) -> None:
+    rows, _ = compared(tmp_path, Own(), models.half(), [{"x": X[0, 0, :, :4]}])
+    assert {name: row.dtype for name, row in rows.items()} == {"h": "float16", "m": "float16", "y": "float32"}
+
+
 def test_without_inner_values_the_outputs_are_compared(tmp_path) -> None:
     rows, notes = compared(tmp_path, Own(scaled("y", 2), gives=lambda name: False))
     assert list(rows) == ["y"] and rows["y"].rel_l2 == pytest.approx(1)

@@ -135,7 +135,11 @@ def test_struck_down_and_rerun_it_ends_in_the_same_bytes(
         Train(**CONFIG, workers=workers).run(_work(tmp_path))
     monkeypatch.delenv("STRIKE")
     work = _work(tmp_path)
+    assert isinstance(work.log, Quiet)
     report = Train(**CONFIG, workers=workers).run(work)
+    logged = (work.out / "metrics.csv").read_text().splitlines()[1:]
+    # Those who watch the run also get the rows from before the break.
+    assert [row["step"] for row in work.log.rows] == [int(line.split(",")[0]) for line in logged]
     expected, undisturbed = straight(**CONFIG)
     assert (work.out / "checkpoint.safetensors").read_bytes() == expected
     assert report.records == undisturbed.records, "the report does not depend on it either"

@@ -116,6 +116,23 @@ def test_a_port_in_use_is_refused(folder: Folder) -> None:
             pass
 
 
+def test_at_port_80_browsers_leave_the_port_out(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = folder.load()
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(live, "HTTP_PORT", port)  # port 80 itself takes privileges
+    with at_work(project.state), live.served(project, port) as server:
+        answers = [get(server, Host=host)[0] for host in ("127.0.0.1", "localhost", f"localhost:{port}", "evil.example")]
+    assert answers == [200, 200, 200, 403]
+
+
+def test_an_interrupt_closes_the_view_and_says_that_the_run_goes_on(folder: Folder) -> None:
+    project = folder.load()
+    with at_work(project.state), pytest.raises(PipeError, match="the run goes on") as closed, live.served(project, 0):
+        raise KeyboardInterrupt
+    assert closed.value.exit_code == 130
+
+
 def test_more_connections_than_there_are_places_are_closed(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

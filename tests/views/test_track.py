@@ -129,6 +129,27 @@ def test_a_tracker_that_fails_is_named_and_the_run_goes_on(folder: Folder, monke
     assert folder.listener.said == ["mlflow logs no more of this run: ConnectionError: the server has gone"]
 
 
+def test_a_page_that_cannot_be_made_is_named_and_the_run_stays_good(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layerline.views.track._TRACKERS", {"mlflow": Recorded})
+    monkeypatch.setattr("layerline.views.track.require_tracker", lambda name: None)
+    monkeypatch.setattr(Recorded, "opened", [])
+    folder.run()
+    project = folder.load("track=mlflow", "judge.at_least=1")
+    record = folder.runner().ledger.head("source")
+    assert record is not None
+    tracking = Tracking(project, RUN, folder.listener)
+    done = Runner(project, tracking).run(run_id=RUN)
+    for path in folder.state.rglob(f"{record.report}*"):
+        path.chmod(0o600)
+        path.write_text("{")
+    tracking.end(done)
+    (tracker,) = Recorded.opened
+    assert done.passed and tracker.logged["outcome"] == "FINISHED" and tracker.logged["page"] == ""
+    assert [text.split(":")[0] for text in folder.listener.said] == ["mlflow gets no page of this run"]
+
+
 class Recorded:
     """A tracker that keeps what it is given."""
 

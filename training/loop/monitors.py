@@ -223,11 +223,20 @@ class Monitor:
         if not self._hushed:
             self.trackers.append(call)
 
-    def _publish(self, values: Mapping[str, float]) -> None:
-        """Hands a row to the user's trackers, and prints it."""
+    def replay(self) -> None:
+        """Hands the rows so far, which a checkpoint brought, to the trackers."""
+        for row in self.rows:
+            self._track(dict(zip(self.columns, row, strict=True)))
+
+    def _track(self, values: Mapping[str, float]) -> dict[str, float]:
         measured = {name: float(value) for name, value in values.items() if not math.isnan(value)}
         for call in self.trackers:
             call(dict(measured))
+        return measured
+
+    def _publish(self, values: Mapping[str, float]) -> None:
+        """Hands a row to the user's trackers, and prints it."""
+        measured = self._track(values)
         if self.write is not None:
             figures = [f"{name} {measured[name]:.4g}" for name in _PRINTED if name in measured]
             self.write(f"step {measured['step']:.0f}: {', '.join(figures)}")
