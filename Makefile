@@ -21,7 +21,8 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test-slow: $(READY)  ## The tests that take longer than about ten seconds each.
+test-slow: $(READY)  ## The tests that take longer than about ten seconds each, and those of MLflow (40 packages, 105 MB).
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[track]'
 	$(BIN)/pytest -m "slow and not gpu"
 
 bench: $(READY)  ## Every benchmark; each ends in one JSON line: ours, the peer's, the ratio.

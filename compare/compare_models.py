@@ -13,7 +13,7 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare.comparison import Comparison
 from layerline.compare.pair_metrics import Pair
 from layerline.compare.tensor_distance import Distance
-from layerline.graph.analysis.ir_queries import names
+from layerline.graph.analysis.ir_queries import names, node_label
 from layerline.graph.analysis.rounding_noise import drawn, perturbed
 from layerline.graph.io.ir_convert import as_ir
 from layerline.graph.io.module_identity import modules
@@ -51,8 +51,8 @@ def compare(
         tolerances: greatest relative L2 error that passes, by value of the reference; others are not gated.
         settled: values that the candidate's readers take from the reference: outputs of QuantizeLinear, where an
             element half-way between two steps may take either.
-        sizes_differ: values whose size depends on numbers (`counted_values`) may have another one: their row has no
-            measures then, and `extra["size"]` says the sizes.
+        sizes_differ: values whose size depends on numbers (`counted_values`) may have another one, or hold other
+            elements: their row has no measures then, and `extra["size"]` says why.
 
     Returns:
         One row per pair in the reference's topological order. Index outputs (ArgMax, TopK) are measured on the values
@@ -114,6 +114,7 @@ def _rows(
     module_paths = modules(reference)
     distances = {pair.a: total for pair, (total, _) in zip(comparison.pairs, totals, strict=True)}
     random_a, random_b = drawn(reference), drawn(candidate)
+    otherwise = _picked_otherwise(comparison, distances)
     rows: list[LayerDiff] = []
     for pair, (total, alone) in zip(comparison.pairs, totals, strict=True):
         random_source = random_a.get(pair.a) or random_b.get(pair.b)
@@ -122,6 +123,9 @@ def _rows(
             measures = {"extra": {"nondeterministic": random_source}}
         elif total.mismatch and pair.a in comparison.sizes_differ:
             measures = {"extra": {"size": f"size differs by {comparison.sizes_differ[pair.a]}: {total.mismatch}"}}
+        elif comparison.sizes_differ.get(pair.a) in otherwise:
+            # As many boxes, but others: element by element they have nothing to do with each other.
+            measures = {"extra": {"size": f"{comparison.sizes_differ[pair.a]} picks other elements"}}
         else:
             measures = total.measures() | _gate(pair, total, distances, tolerances)
             measures["extra"] = total.flags
@@ -133,6 +137,17 @@ def _rows(
         op, module = ops.get(pair.a, "Input"), module_paths.get(pair.a, "")
         rows.append(LayerDiff(name=pair.a, op=op, module=module, dtype=dtype, shape=shape, **measures))
     return tuple(rows)
+
+
+def _picked_otherwise(comparison: Comparison, distances: Mapping[str, Distance]) -> set[str]:
+    """The labels of nodes such as NonMaxSuppression whose indices differ between the models."""
+    labels = set[str]()
+    for node in comparison.reference.graph:
+        for name in names(node.outputs):
+            is_own = comparison.sizes_differ.get(name) == node_label(node)
+            if is_own and comparison.types.get(name, ("",))[0] == "int64" and distances[name].peak > 0:
+                labels.add(node_label(node))
+    return labels
 
 
 def _gate(

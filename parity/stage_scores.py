@@ -88,6 +88,8 @@ def measure(work: Work, folders: Mapping[str, Path], modules: Mapping[str, Opene
                 if judge.rows:
                     losses.setdefault(stage, f"metric() fails on its outputs: {error.what}")
             break
+    if judge.no_interval:
+        notes.append(f"no interval of the changes: {judge.no_interval}")
     # The metric may not see NaN: argmax takes it for a class.
     return Scores(judge.rows, {**losses, **judge.losses}, notes, nonfinite, feeds, skipped)
 
@@ -98,6 +100,7 @@ class _Judge:
     def __init__(self, metric: Metric, predictions: evaluate.Predictions, max_drop: MaxDrop | None) -> None:
         self.rows: list[Mapping[str, Scalar]] = []
         self.losses: dict[str, str] = {}
+        self.no_interval = ""  # why there is none
         self._metric = metric
         self._predictions = predictions
         self._max_drop = max_drop
@@ -122,7 +125,9 @@ class _Judge:
 
     def _compare(self, stage: str, now: Mapping[str, float], earlier: str, then: Mapping[str, float]) -> None:
         outputs = self._predictions.outputs
-        certainty, _ = intervals(self._metric, outputs[earlier], outputs[stage], self._predictions.targets, (then, now))
+        certainty, self.no_interval = intervals(
+            self._metric, outputs[earlier], outputs[stage], self._predictions.targets, (then, now)
+        )
         if self._max_drop is None:
             budgets = {name: usual(name, DEFAULT_DROP) for name in now}
         else:

@@ -172,6 +172,8 @@ class LayerDiff:
     def summary(self) -> dict[str, Scalar]:
         """The few fields of a one-line overview."""
         fields = {"layer": self.where, "value": self.name, "sqnr_db": self.sqnr_db, "cosine": self.cosine}
+        if self.own_db is not None:
+            fields["own_sqnr_db"] = self.own_db
         return {k: _plain(v) for k, v in fields.items()}
 
 

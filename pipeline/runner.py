@@ -396,7 +396,9 @@ class Runner:
     def _record(self, step: Step, digest: str, report: Report, seconds: float) -> Record:
         assert step.key is not None
         # Only what was measured: an engine that could not be run has no worst layer.
-        differing = [record for record in report.worst() if record.sqnr_db is not None or not record.passed]
+        differing = [
+            record for record in report.sorted(report.order)[:1] if record.sqnr_db is not None or not record.passed
+        ]
         return Record(
             stage=step.stage.name,
             key=step.key,

@@ -154,7 +154,10 @@ def _scores(project: Project, folders: Mapping[str, Path], log: Log) -> Any:
 
 def _report(evidence: Evidence, causes: list[Cause], unfinished: list[str], scores: Any) -> Report:
     worst: list[dict[str, Scalar]] = []
+    warnings: list[str] = []
     for stage, report in evidence.reports.items():
+        # Outputs may lose their signal though the metric stays.
+        warnings += [f"{stage}: {note}" for note in report.notes if note.startswith("WARNING")]
         if evidence.losses and stage not in evidence.losses:
             continue
         for record in report.sorted(report.order)[:_WORST]:
@@ -166,7 +169,7 @@ def _report(evidence: Evidence, causes: list[Cause], unfinished: list[str], scor
             worst.append({**place, **figures})
     return Report(
         stage=STAGE,
-        notes=(*verdict(evidence, causes, unfinished), *scores.notes),
+        notes=(*verdict(evidence, causes, unfinished), *warnings, *scores.notes),
         tables=dict(zip(TABLES, (scores.rows, [cause.row() for cause in causes], worst), strict=True)),
     )
 
@@ -200,6 +203,8 @@ def _gain(report: Report | None, cause: Cause) -> list[str]:
     for record in () if report is None else report.sorted("gain"):
         gain = record.extra.get(GAIN)
         is_meant = cause.value == record.name or cause.layer in (record.name, *record.module.split(", "))
+        if is_meant and gain == math.inf:
+            return [f"{record.name} alone in float leaves the outputs without an error"]
         if is_meant and isinstance(gain, int | float):
             return [f"{record.name} alone in float changes the SQNR of the outputs by {gain:+.1f} dB"]
     return []

@@ -46,7 +46,9 @@ def _facts(record: Record) -> list[str]:
     if worst.get("sqnr_db") is not None:
         db = float(worst["sqnr_db"])
         text = f"worst {worst['layer']} {formatting.decibels(db)} dB"
-        if db == math.inf and NOT_JUDGED in record.metrics:
+        if worst.get("own_sqnr_db") is not None:
+            text = f"worst {worst['layer']} own {formatting.decibels(float(worst['own_sqnr_db']))} dB"
+        elif db == math.inf and NOT_JUDGED in record.metrics:
             text = "all that is judged equal"
         elif db == math.inf:
             text = "all equal"

@@ -59,6 +59,8 @@ def suspects(model: Model) -> tuple[str, ...]:
         label = ""
         if site.node.op_type == "If" and any(n.op_type == "If" for n in site.inside):
             label = "If inside the branch of an If"
+        elif site.node.op_type == "If" and _sizes_differ(site.node):
+            label = "If whose branches give outputs of different sizes"
         elif site.node.op_type in ("NonMaxSuppression", "Attention", "Loop", "Scan"):
             label = site.node.op_type
         if label:
@@ -147,6 +149,13 @@ def _ranks(site: NodeSite) -> Iterator[Refusal]:
             rank_list = " and ".join(sorted(map(str, ranks)))
             what = f"its branches have {rank_list} axes, and which is taken depends on {decided_by}"
             yield site.refuse(output, what, hint)
+
+
+def _sizes_differ(node: ir.Node) -> bool:
+    """Whether the branches of an If surely give outputs of different sizes."""
+    first, second = ir_queries.subgraphs(node)
+    pairs = zip(first.outputs, second.outputs, strict=True)
+    return not all(ir_queries.may_be_equal(one.shape, other.shape) for one, other in pairs)
 
 
 def _rank(value: ir.Value | None) -> int | None:

@@ -42,7 +42,7 @@ def _summary(worst: Mapping[str, Any]) -> Mapping[str, Any]:
     """Refuses what views could not show as the worst layer."""
     if not isinstance(worst.get("layer"), str):
         raise ValueError("it names no layer")
-    for measure in ("sqnr_db", "cosine"):
+    for measure in ("sqnr_db", "cosine", "own_sqnr_db"):
         value = worst.get(measure)
         if isinstance(value, list | dict):
             raise ValueError(f"{measure} is no number")

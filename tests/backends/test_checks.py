@@ -314,6 +314,9 @@ def test_suspects_are_the_constructs_that_fail_without_a_name() -> None:
     [found] = suspects(model([outer], inputs, [("y", F, None)]))
     assert "If inside the branch of an If" in found and "inner" in found
     assert suspects(models.conv()) == ()
+    double = choose("sizes", "c", node("Concat", ["x", "x"], ["twice"], axis=0), exp, "y")
+    [found] = suspects(model([double], inputs[:2], [("y", F, None)]))
+    assert "branches give outputs of different sizes" in found and "sizes" in found
 
 
 def two_ranks(decides: list[onnx.NodeProto], shape: list[int | str | None], **stored: object) -> onnx.ModelProto:

@@ -36,6 +36,23 @@ LINEAR = """g (float[n, 3] x) => (float[n, 4] y) {
 W = RNG.standard_normal((3, 4)).astype(np.float32)
 
 
+def test_elements_that_are_picked_otherwise_are_not_compared() -> None:
+    text = """g (float[n] x) => (float[k] y) { s = Mul (x, w) c = Greater (s, t) z = NonZero (c)
+  i = Transpose (z) y = GatherND (s, i) }"""
+    first = model(text, w=f32(1, 1, 1), t=np.float32(1.5))
+    feed = {"x": f32(1, 2, 3)}
+    for weights, picked in ((f32(1, 1.1, 1), False), (f32(3, 0.5, 1), True)):
+        by_name = {
+            row.name: row
+            for row in compare(
+                as_ir(first), as_ir(model(text, w=weights, t=np.float32(1.5))), [feed], sizes_differ=True
+            )
+        }
+        assert ("size" in by_name["y"].extra) is ("size" in by_name["z"].extra) is picked
+        assert (by_name["y"].sqnr_db is None) is picked and by_name["s"].sqnr_db < 40
+    assert by_name["y"].extra["size"] == "NonZero of z picks other elements"
+
+
 def linear(noise: float = 0.0, opset: int = 20) -> onnx.ModelProto:
     return model(LINEAR, opset=opset, w=W + np.float32(noise))
 

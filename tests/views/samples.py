@@ -76,7 +76,7 @@ def record(report: Report, **fields: Any) -> Record:
         "passed": report.passed,
         "seconds": 12.5,
         "created": "2025-03-01T10:00:12Z",
-        "worst": next((r.summary() for r in report.worst()), None),
+        "worst": next((r.summary() for r in report.sorted(report.order)), None),
         "metrics": report.plain_metrics(),
     }
     return Record(**{**known, **fields})

@@ -61,6 +61,13 @@ def test_a_line_is_wrapped_where_the_terminal_ends_and_nothing_is_cut(width: int
     assert all(line.startswith(" " * 12) for line in lines[1:])
 
 
+def test_the_layer_that_makes_the_greatest_error_itself_is_named() -> None:
+    own = diff("conv", "net.conv", db=5.0, extra={"isolated_sqnr_db": 30.0})
+    report = Report(stage="quantize", records=(own, diff("relu", "net.relu", db=4.0, extra={"isolated_sqnr_db": 40.0})))
+    result = Result(name="quantize", state="cached", reason="fresh", record=record(report))
+    assert shown(result, 8, 120)[0].endswith("  worst net.conv own 30.0 dB")
+
+
 def test_equal_everywhere() -> None:
     report = Report(stage="fuse", records=(diff("conv", "conv", db=math.inf),))
     result = Result(name="fuse", state="cached", reason="fresh", record=record(report))

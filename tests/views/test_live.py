@@ -122,7 +122,9 @@ def test_at_port_80_browsers_leave_the_port_out(folder: Folder, monkeypatch: pyt
         port = free.getsockname()[1]
     monkeypatch.setattr(live, "HTTP_PORT", port)  # port 80 itself takes privileges
     with at_work(project.state), live.served(project, port) as server:
-        answers = [get(server, Host=host)[0] for host in ("127.0.0.1", "localhost", f"localhost:{port}", "evil.example")]
+        answers = [
+            get(server, Host=host)[0] for host in ("127.0.0.1", "localhost", f"localhost:{port}", "evil.example")
+        ]
     assert answers == [200, 200, 200, 403]
 
 

@@ -62,6 +62,7 @@ def test_tensorboard_gets_curves_figures_digests_and_the_page(folder: Folder) ->
     assert "Follow a layer" in (folder.root / "runs" / RUN / "report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["the project", "MLFLOW_TRACKING_URI"])
 def test_mlflow_gets_curves_figures_digests_and_the_page(
     where: str, folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,6 +96,7 @@ def test_mlflow_gets_curves_figures_digests_and_the_page(
     assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["report.html"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_ended(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
