@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from layerline.calib.samples import Array, Batch, Input, Samples
-from layerline.pipeline.config.budgets import MaxDrop, by_metric, least_drop
-from layerline.pipeline.errors import ConfigError, TaskError
+from layerline.pipeline.config.budgets import MaxDrop, by_metric, least_drop, refuse_unmeasured
+from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import form, leaves, mapped, outlined
 from layerline.pipeline.inputs.metric import accuracy, joined, score
 from layerline.pipeline.inspection import Inspection
-from layerline.pipeline.task import Task
 
 FEW, MORE = 2, 64
 """Samples that the metric is tried on. Where it raises on FEW, as one over pairs or classes may, MORE are tried."""
@@ -51,17 +50,10 @@ def check_calibration(
             look.warn("quantize.samples", what, "all of them will be used")
 
 
-def refuse_unmeasured(task: Task, max_drop: MaxDrop | None) -> None:
-    """Refuses a budget for a task without eval_data(): nothing could be measured."""
-    if max_drop is not None and not task.has("eval_data"):
-        what = "it can't be checked: the task has no eval_data()"
-        raise ConfigError(what, where="quantize.max_drop", hint="define eval_data(), or leave max_drop out")
-
-
 def check_metric(look: Inspection, inputs: Sequence[Input], run: Predict, max_drop: MaxDrop | None) -> None:
     """Calls the metric on the untrained model's outputs for the first samples of eval_data()."""
     with look.item("quantize.max_drop"):
-        refuse_unmeasured(look.task, max_drop)
+        refuse_unmeasured(max_drop, has_data=look.task.has("eval_data"))
     if not look.task.has("eval_data"):
         return
     with look.item("eval_data()"):

@@ -18,14 +18,13 @@ import numpy as np
 import onnx_ir as ir
 
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.calib.data_check import refuse_unmeasured
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
 from layerline.parity import evaluate, flipped_samples
 from layerline.parity.evaluate import Batch, Predictions, own_metric
 from layerline.parity.paired_metric import Interval, intervals
 from layerline.parity.slice_metrics import by_slice, flipped
-from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric
+from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric, refuse_unmeasured
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import leaves, mapped
 from layerline.pipeline.inputs.metric import Metric, accuracy, score, scores
@@ -147,7 +146,7 @@ class Evaluation:
 
     def refuse_unknown(self, model: ir.Model, max_drop: MaxDrop | None) -> None:
         """Refuses a budget without eval_data(), or for a metric that metric() does not give for its first batch."""
-        refuse_unmeasured(self._data.task, max_drop)
+        refuse_unmeasured(max_drop, has_data=self._data.task.has("eval_data"))
         samples = self._data.evaluation() if isinstance(max_drop, Mapping) else None
         if samples is None:
             return

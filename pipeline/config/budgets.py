@@ -111,6 +111,13 @@ def usual(metric: str, amount: Amount) -> Budget:
     return Budget(drop=amount)
 
 
+def refuse_unmeasured(max_drop: MaxDrop | None, *, has_data: bool) -> None:
+    """Refuses a budget for a task without eval_data(): nothing could be measured."""
+    if max_drop is not None and not has_data:
+        what = "it can't be checked: the task has no eval_data()"
+        raise ConfigError(what, where="quantize.max_drop", hint="define eval_data(), or leave max_drop out")
+
+
 def by_metric(max_drop: MaxDrop | None, names: Iterable[str]) -> dict[str, Budget]:
     """The budget of each metric that has one: all with an amount alone. ConfigError on a name of no metric."""
     names = list(names)
