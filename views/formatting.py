@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ MEASURES: dict[Measure, str] = {"rel_l2": "rel L2", "max_abs": "max abs", "mean_
 _NAMELESS = re.compile(r"#|\bunk__\d+\b|\b[su]\d{2,}\b|\bu\d\b")
 _NAME = re.compile(r"[^\W\d][\w.]*(?![\w.(])")
 _TRAILING_NUMBER = re.compile(r"[._-]?\d+$")
-_MOST = 200  # longer expressions are cut before they are parsed
 _LONGEST_CELL = 60
 
 # Measurements that have another name in the tables than in a report.
@@ -187,29 +185,11 @@ def _size(dim: int | str) -> str:
     text = str(dim)
     if not text or _NAMELESS.search(text):
         return UNKNOWN
-    if not any(sign in text for sign in "+-*/("):
-        return brief(text)
-    names: list[str] = []
-
-    # Names may hold dots, which Python's parser reads differently, so they are parsed as `_0_`, `_1_`.
-    def placeholder(match: re.Match[str]) -> str:
-        names.append(brief(match[0]))
-        return f"_{len(names) - 1}_"
-
-    def original(match: re.Match[str]) -> str:
-        return names[int(match[1])]
-
-    try:
-        tree = ast.parse(_NAME.sub(placeholder, text[:_MOST]), mode="eval").body
-    except SyntaxError:  # a name from another tool that only looks like an expression
-        return brief(text)
-    # `h // 2` is written `h//2`, so that only sums have spaces.
-    compact = re.sub(r" (//|\*) ", r"\1", ast.unparse(tree))
-    expression = re.sub(r"\b_(\d+)_\b", original, compact)
-    # The dimensions are joined by a times sign, so everything that binds less tightly needs parentheses.
-    if isinstance(tree, ast.BinOp) and not isinstance(tree.op, ast.Mult):
-        return f"({expression})"
-    return expression
+    shortened = _NAME.sub(lambda name: brief(name[0]), text)
+    # The dimensions are joined by a times sign, so sums need parentheses.
+    if " + " in text or " - " in text:
+        return f"({shortened})"
+    return shortened
 
 
 def brief(name: str) -> str:

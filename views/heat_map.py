@@ -26,7 +26,6 @@ LEGEND_CELL = 12
 LEAST_APART = 6  # user units of a cell from which there is a gap beside it
 LEAST_WRITTEN = 41  # user units of a cell that has room for its figure
 LEAST_RUN, LEAST_NUMBERED_RUN = 44, 12  # user units; some of the numbered ones go without their number
-LEAST_NAMED = 0.75  # of the width of neighbouring runs: so much must have a name
 LEAST_BORDERED = 6  # user units a run of layers; closer borders would look like a grey field
 
 
@@ -186,10 +185,20 @@ def _cells(cells: Sequence[Cell], top: float, slots: SlotAxis) -> Markup:
 
 
 def _groups(rows: Sequence[Followed], bottom: int, slots: SlotAxis) -> Markup:
-    """Borders and names of the runs of layers whose module paths begin alike; long runs are named first."""
+    """Borders and names of the runs of layers whose module paths begin alike, as deep as the names have room."""
+    paths = [tuple(row.layer.split(".")) for row in rows]
+    runs = _runs(paths, 1)
+    for depth in range(2, max(map(len, paths)) + 1):
+        deeper = _runs(paths, depth)
+        room = 0
+        for run in deeper:
+            room += LEAST_NUMBERED_RUN if run.path[-1].isdigit() else LEAST_RUN
+        if room > slots.width:
+            break
+        runs = deeper
     drawn = Markup("")
     written: list[tuple[float, float]] = []
-    runs = _runs([tuple(row.layer.split(".")) for row in rows], 0, len(rows), 1, slots)
+    # Long runs are named first; a name that would touch another one is left out.
     for run in sorted(runs, key=lambda run: run.start - run.stop):
         left, right = slots.x(run.start), slots.x(run.stop)
         text = _label(run.path, right - left)
@@ -203,50 +212,23 @@ def _groups(rows: Sequence[Followed], bottom: int, slots: SlotAxis) -> Markup:
     return drawn
 
 
-def _runs(paths: Sequence[tuple[str, ...]], start: int, stop: int, depth: int, slots: SlotAxis) -> list[LayerRun]:
-    """The layers from `start` to `stop` as runs, split to the depth at which their names still have room."""
+def _runs(paths: Sequence[tuple[str, ...]], depth: int) -> list[LayerRun]:
+    """Neighbours whose paths are the same up to a depth."""
     runs: list[LayerRun] = []
-    begin = start
-    for beginning, group in groupby(paths[start:stop], key=lambda path: path[:depth]):
-        end = begin + len(list(group))
-        inner: list[LayerRun] = []
-        if any(len(path) > depth for path in paths[begin:end]):
-            inner = _runs(paths, begin, end, depth + 1, slots)
-        # A module that is a row itself, beside its parts, needs no room for its name.
-        parts = [run for run in inner if len(run.path) > depth]
-        if parts and _have_room(parts, slots):
-            runs += inner
-        else:
-            runs.append(LayerRun(beginning, begin, end))
-        begin = end
+    start = 0
+    for path, group in groupby(paths, key=lambda path: path[:depth]):
+        stop = start + len(list(group))
+        runs.append(LayerRun(path, start, stop))
+        start = stop
     return runs
-
-
-def _have_room(runs: Sequence[LayerRun], slots: SlotAxis) -> bool:
-    """Whether runs have room for their names, but for a few short ones that go without."""
-    widths = [slots.x(run.stop) - slots.x(run.start) for run in runs]
-    if all(run.path[-1].isdigit() for run in runs):
-        # The numbers of single layers say less than the name of their group.
-        has_groups = any(run.stop - run.start > 1 for run in runs)
-        return has_groups and len(runs) * LEAST_NUMBERED_RUN < sum(widths)
-    if len(runs) * LEAST_RUN >= sum(widths):
-        return False
-    named = [width for run, width in zip(runs, widths, strict=True) if _fits(run.path, width)]
-    return sum(named) >= LEAST_NAMED * sum(widths)
-
-
-def _fits(path: Sequence[str], width: float) -> bool:
-    return canvas.span(".".join(path)) < width
 
 
 def _label(path: Sequence[str], width: float) -> str:
     """The path where there is room, or else its last part; a number says nothing without the part before it."""
-    if _fits(path, width):
-        return ".".join(path)
+    whole = ".".join(path)
     last = path[-1:]
     if path[-1].isdigit():
         last = path[-2:]
-    text = ".".join(last)
-    if len(last) < len(path):
-        text = f"…{text}"
-    return text
+    if canvas.span(whole) < width or len(last) == len(path):
+        return whole
+    return f"…{'.'.join(last)}"
