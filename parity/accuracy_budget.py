@@ -18,10 +18,11 @@ import numpy as np
 import onnx_ir as ir
 
 from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.calib.samples import Batch
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
 from layerline.parity import evaluate, flipped_samples
-from layerline.parity.evaluate import Batch, Predictions, own_metric
+from layerline.parity.evaluate import Predictions, own_metric
 from layerline.parity.paired_metric import Interval, intervals
 from layerline.parity.slice_metrics import by_slice, flipped
 from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric, refuse_unmeasured

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from layerline.backends.base import Array, Session
+from layerline.calib.samples import Batch
 from layerline.pipeline.inputs.metric import Metric, joined
 from layerline.pipeline.task import Task
 
@@ -17,20 +18,6 @@ BATCH = 16
 def own_metric(task: Task) -> Metric | None:
     """The task's metric(); None where it has none."""
     return task.get("metric") if task.has("metric") else None
-
-
-class Batch(Protocol):
-    """The inputs, the target and the slices of one run; `real` removes the rows that are no samples."""
-
-    @property
-    def rows(self) -> int: ...
-    @property
-    def feed(self) -> Mapping[str, Array]: ...
-    @property
-    def target(self) -> Any: ...
-    @property
-    def slices(self) -> Array | None: ...
-    def real(self, array: Array, /) -> Array: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from layerline.backends.base import Array
-from layerline.parity.evaluate import Batch, Predictions
+from layerline.calib.samples import Batch
+from layerline.parity.evaluate import Predictions
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.untrusted import printable
 from layerline.pipeline.report import Scalar

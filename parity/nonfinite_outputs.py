@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from layerline.backends.base import Feed
 from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.calib.samples import Batch
 from layerline.compare.value_pairs import computed_values
 from layerline.graph.io import module_identity, onnx_files
 from layerline.graph.quantization import convert
-from layerline.parity.evaluate import Batch
 from layerline.pipeline.errors import PipeError
 from layerline.pipeline.inputs.batches import leaves
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from layerline.backends.base import Feed
 from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.calib.histogram import Histogram
 from layerline.compare.channel_errors import channel_errors
 from layerline.compare.compare_models import compare
 from layerline.compare.output_effects import with_effects
@@ -60,13 +61,13 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
     """
     if mode == "none":
         return Report(stage=stage, notes=("mode none: the model is passed on as it is",))
-    rows = _quantized_rows(converted, qdq.weight_sqnr(converted.reference, converted.plan, converted.rounded))
+    reference, plan = converted.reference, converted.plan
+    rows = _quantized_rows(converted, qdq.weight_sqnr(reference, plan, converted.rounded))
+    layers = compare(reference, converted.measured, probes, isolated=True, sizes_differ=True)
     columns = _columns(converted, rows)
-    graph = converted.reference.graph
-    layers = blamed(compare(converted.reference, converted.measured, probes, isolated=True, sizes_differ=True), graph)
     explained = plan_rounding.own_errors(converted, probes)
     records: list[LayerDiff] = []
-    for record in (*_input_rows(converted, probes), *layers):
+    for record in (*_input_rows(converted, probes), *blamed(layers, reference.graph)):
         extra = dict(record.extra)
         if record.name in explained:
             extra[ROUNDING] = explained[record.name]
@@ -80,12 +81,12 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
         reference="float onnx on onnxruntime",
         candidate=f"{mode} onnx on onnxruntime",
         records=tuple(records),
-        metrics=unjudged(graph, drawn(converted.reference)) | _counts(converted, mode),
+        metrics=unjudged(reference.graph, drawn(reference)) | _counts(converted, mode),
         gates=tuple(gates),
         notes=converted.notes,
         tables={
             "quantized": list(rows.values()),
-            "stays float": [dataclasses.asdict(kept) for kept in converted.plan.kept],
+            "stays float": [dataclasses.asdict(kept) for kept in plan.kept],
             HISTOGRAMS: _histograms(converted),
         },
     )
@@ -132,11 +133,9 @@ def _holds_fp8(model: ir.Model) -> bool:
 
 
 def _default_limit(quantisation_error: float) -> float:
-    """Greatest relative L2 distance of an output in a default session.
-
-    Its int8 kernels round differently in places, which moves an output no further than quantisation itself did. 1 %
-    passes in any case: single roundings show in an output that quantisation hardly moved.
-    """
+    """Greatest relative L2 distance of an output in a default session."""
+    # Its int8 kernels round differently in places, which moves an output no further than quantisation itself did. 1 %
+    # passes in any case: single roundings show in an output that quantisation hardly moved.
     return max(0.01, 2 * quantisation_error)
 
 
@@ -148,8 +147,8 @@ def _judged_by_float(
     reference = OnnxRuntime(few_runs=True).open(converted.reference, by_numbers.sources)
     written = OnnxRuntime(few_runs=True).open(converted.measured, by_numbers.sources)
     left_out = {*drawn(converted.reference), *by_numbers.outputs}
-    by_default: dict[str, Distance] = {}
-    as_written: dict[str, Distance] = {}
+    by_default: defaultdict[str, Distance] = defaultdict(Distance)
+    as_written: defaultdict[str, Distance] = defaultdict(Distance)
     count = 0
     try:
         default = OnnxRuntime(defaults=True).open(path, by_numbers.sources)
@@ -159,19 +158,19 @@ def _judged_by_float(
             optimised = default.run(feed)
             plain = written.run(feed)
             # In the order of the outputs: a set's order differs from run to run, and so might the output named below.
-            for name in [name for name in exact if name not in left_out]:
-                by_default[name] = by_default.get(name, Distance()) + diff_arrays(exact[name], optimised[name])
-                as_written[name] = as_written.get(name, Distance()) + diff_arrays(exact[name], plain[name])
+            for name, right in exact.items():
+                if name not in left_out:
+                    by_default[name] += diff_arrays(right, optimised[name])
+                    as_written[name] += diff_arrays(right, plain[name])
     except StageError:
         return gates, []
-    worst = ""
     for name, distance in by_default.items():
-        limit = _default_limit(as_written[name].rel_l2)
         # Written so that NaN fails too.
-        if distance.mismatch or distance.one_sided or not distance.rel_l2 <= limit:
+        if distance.mismatch or distance.one_sided or not distance.rel_l2 <= _default_limit(as_written[name].rel_l2):
             return gates, []
-        if not worst or distance.rel_l2 > by_default[worst].rel_l2:
-            worst = name
+    if not by_default:
+        return gates, []
+    worst = max(by_default, key=lambda name: by_default[name].rel_l2)
     near = f"over {count} feeds {worst} has {by_default[worst].sqnr_db:.1f} dB in it"
     seen = f"a default onnxruntime session rounds otherwise in places: {gates[0].seen}"
     return [], [f"{seen}; {near}, and {as_written[worst].sqnr_db:.1f} dB as the graph is written, both against float"]
@@ -193,7 +192,6 @@ def with_outputs(
     """
     feeds = output_sqnr.samples(data, probes)
     outputs = output_sqnr.outputs(converted.reference, converted.measured, feeds)
-    by_numbers = filter(None, [counted(converted.reference.graph).note()])
     warnings = output_sqnr.warning(outputs)
     for text in warnings:
         data.log.say(text)
@@ -201,7 +199,6 @@ def with_outputs(
     worst = output_sqnr.least(outputs)
     if worst is not None:
         metrics["output_sqnr_db"] = worst[1].sqnr_db
-    metrics.update(report.metrics)
     gates = list(report.gates)
     if bounds is not None:
         gates += output_sqnr.gates(outputs, bounds)
@@ -211,12 +208,12 @@ def with_outputs(
     sizes = output_sqnr.by_size(converted.reference, converted.measured, probes, signature)
     if sizes:
         tables["outputs by size"] = sizes
+    notes = [*warnings, *report.notes, *output_sqnr.unseen(data.survey.shapes, signature)]
+    by_numbers = counted(converted.reference.graph).note()
+    if by_numbers:
+        notes.insert(0, by_numbers)
     return dataclasses.replace(
-        report,
-        metrics=metrics,
-        gates=tuple(gates),
-        notes=(*by_numbers, *warnings, *report.notes, *output_sqnr.unseen(data.survey.shapes, signature)),
-        tables=tables,
+        report, metrics={**metrics, **report.metrics}, gates=tuple(gates), notes=tuple(notes), tables=tables
     )
 
 
@@ -246,39 +243,38 @@ def _product_formats(converted: Converted) -> dict[str, str]:
 
 def _conversion_gate(converted: Converted, mode: str) -> tuple[Gate, ...]:
     """Fails where nothing was converted although the model has matrix products."""
-    quantized, names = len(_product_formats(converted)), set(products(converted.reference))
-    total, kept = len(names), converted.plan.kept
+    all_products = set(products(converted.reference))
+    total = len(all_products)
+    reasons = Counter(entry.reason for entry in converted.plan.kept)
     if mode in FORMATS:
-        count, kept = quantized, tuple(entry for entry in kept if entry.name in names)
-        name, expected = "quantisation", f"at least one in {mode}"
-        summary = f"{quantized} of {total} matrix products are quantised"
+        count = len(_product_formats(converted))
+        name, summary = "quantisation", f"{count} of {total} matrix products are quantised"
+        reasons = Counter(entry.reason for entry in converted.plan.kept if entry.name in all_products)
     else:
         count = converted.halved[mode]
-        name, expected = "conversion", f"at least one in {mode}"
-        summary = f"{count} nodes compute in {mode}, of a model with {total} matrix products"
+        name, summary = "conversion", f"{count} nodes compute in {mode}, of a model with {total} matrix products"
     if count or not total:
         return ()
     hint = "`stays float` in the report lists every reason"
-    for reason, times in Counter(entry.reason for entry in kept).most_common(2):
+    for reason, times in reasons.most_common(2):
         hint += f"; {times} because {reason}"
-    return (Gate(name, False, summary, expected, f"{hint}; mode: none passes the model on as it is"),)
+    hint += "; mode: none passes the model on as it is"
+    return (Gate(name, False, summary, f"at least one in {mode}", hint),)
+
+
+def _histogram(converted: Converted, name: str) -> Histogram | None:
+    if converted.ranges is None:
+        return None
+    return converted.ranges.histograms.get(name)
 
 
 def _quantized_rows(
     converted: Converted, losses: Mapping[tuple[str, str], qdq.WeightLoss]
 ) -> dict[tuple[str, str], Row]:
-    """One row a quantised value, by its name and type.
-
-    `clipped` is the share of an activation's elements beyond its range; `range_used` is the greatest |x| that
-    calibration saw, in units of the range's end.
-    """
+    """One row a quantised value, by its name and type."""
     rows: dict[tuple[str, str], Row] = {}
     for value in converted.plan.values:
-        histogram = None
-        if converted.ranges is not None:
-            histogram = converted.ranges.histograms.get(value.name)
-        loss = losses.get((value.name, value.dtype))
-        rows[value.name, value.dtype] = {
+        row: Row = {
             "value": value.name,
             "role": value.role,
             "type": value.dtype,
@@ -287,12 +283,23 @@ def _quantized_rows(
             "least_scale": min(value.scales, default=None),
             "greatest_scale": max(value.scales, default=None),
             "calibrator": value.calibrator,
-            "range_used": None if histogram is None or not value.amax else histogram.amax / value.amax,
-            "clipped": None if histogram is None else histogram.beyond(value.amax * _LAST_STEP),
-            "sqnr_db": None if loss is None else loss.sqnr_db,
-            "worst_channel_db": None if loss is None else loss.worst_channel_db,
+            "range_used": None,
+            "clipped": None,
+            "sqnr_db": None,
+            "worst_channel_db": None,
             "why": value.why,
         }
+        histogram = _histogram(converted, value.name)
+        if histogram is not None:
+            # The share of the activation's elements beyond its range.
+            row["clipped"] = histogram.beyond(value.amax * _LAST_STEP)
+            if value.amax:
+                # The greatest |x| that calibration saw, in units of the range's end.
+                row["range_used"] = histogram.amax / value.amax
+        loss = losses.get((value.name, value.dtype))
+        if loss is not None:
+            row |= {"sqnr_db": loss.sqnr_db, "worst_channel_db": loss.worst_channel_db}
+        rows[value.name, value.dtype] = row
     return rows
 
 
@@ -300,7 +307,7 @@ def _histograms(converted: Converted) -> list[Row]:
     """The shape of each calibrated activation's magnitudes, from 0 to `end`, beside the end of its range."""
     rows: list[Row] = []
     for value in converted.plan.values:
-        histogram = None if converted.ranges is None else converted.ranges.histograms.get(value.name)
+        histogram = _histogram(converted, value.name)
         if histogram is not None and histogram.amax:
             rows.append({"value": value.name, "module": value.module, **histogram.drawn(value.amax)})
     return rows
@@ -309,32 +316,30 @@ def _histograms(converted: Converted) -> list[Row]:
 def _input_rows(converted: Converted, probes: Sequence[Feed]) -> list[LayerDiff]:
     """What rounding and clipping do to each quantised input of the graph, which no layer computes."""
     records = []
-    shapes = {value.name: value for value in signature(converted.reference).inputs}
+    inputs = {value.name: value for value in signature(converted.reference).inputs}
     for value in qdq.activations(converted.plan):
-        if value.name not in shapes:
+        if value.name not in inputs:
             continue
         total = Distance()
         for feed in probes:
             total += diff_arrays(feed[value.name], qdq.rounded(feed[value.name], value)[0])
-        extra: Row = {OWN: total.sqnr_db}
-        shape = shapes[value.name].shape
-        records.append(
-            LayerDiff(name=value.name, op="Input", shape=shape, dtype="float32", extra=extra, **total.measures())
-        )
+        row = LayerDiff(name=value.name, op="Input", shape=inputs[value.name].shape, dtype="float32")
+        records.append(dataclasses.replace(row, extra={OWN: total.sqnr_db}, **total.measures()))
     return records
 
 
 def with_samples(report: Report, converted: Converted, feeds: Sequence[Feed]) -> Report:
-    """Adds what is measured on samples: the effect of each layer at the outputs, and of each quantised activation its
-    SQNR and the share beyond its range."""
+    """Adds what is measured on samples: the effect of each layer at the outputs, the channels of the worst layers, and
+    of each quantised activation its SQNR and the share beyond its range."""
     report = with_effects(report, converted.reference, converted.measured, feeds)
     if not converted.plan.values:
         return report
+    few = feeds[:_ROUNDED]
     values = {value.name: value for value in qdq.activations(converted.plan)}
     losses = {name: Distance() for name in values}
     beyond = dict.fromkeys(values, 0)
     session = OnnxRuntime(few_runs=True).open(converted.reference, list(values))
-    for feed in feeds[:_ROUNDED]:
+    for feed in few:
         arrays = {**feed, **session.run(feed)}
         for name, value in values.items():
             rounded, count = qdq.rounded(arrays[name], value)
@@ -343,17 +348,16 @@ def with_samples(report: Report, converted: Converted, feeds: Sequence[Feed]) ->
     rows: dict[tuple[str, str], Row] = {}
     for row in report.tables.get("quantized", ()):
         name, dtype = str(row["value"]), str(row["type"])
-        added: Row = {}
+        rows[name, dtype] = dict(row)
         # Of a value that is quantised to two types, only one was measured.
         if name in losses and losses[name].count and dtype == values[name].dtype:
-            added = {"sqnr_db": losses[name].sqnr_db, "clipped_there": beyond[name] / losses[name].count}
-        rows[name, dtype] = {**row, **added}
-    tables = {**report.tables, "quantized": list(rows.values())}
+            share = beyond[name] / losses[name].count
+            rows[name, dtype] |= {"sqnr_db": losses[name].sqnr_db, "clipped_there": share}
     worst = [record for record in report.sorted("own") if record.own_db is not None][:_BY_CHANNEL]
     in_order = [record for record in report.records if record in worst]
-    few = feeds[:_ROUNDED]
     channels = channel_errors(converted.reference, converted.measured, few, in_order, most=_CHANNELS)
-    return dataclasses.replace(report, tables={**tables, CHANNELS: channels})
+    tables = {**report.tables, "quantized": list(rows.values()), CHANNELS: channels}
+    return dataclasses.replace(report, tables=tables)
 
 
 def _columns(converted: Converted, rows: Mapping[tuple[str, str], Row]) -> dict[str, Row]:
@@ -380,13 +384,13 @@ def _emulation_gate(converted: Converted, probes: Sequence[Feed]) -> tuple[Gate,
         return [record for record in records if record.name not in by_numbers.outputs]
 
     differences = compared(converted.measured, converted.model)
-    losses = [record.rel_l2 or 0.0 for record in compared(converted.reference, converted.measured)]
-    judged = [r for r in differences if r.rel_l2 is not None]
+    judged = {record.name: record.rel_l2 for record in differences if record.rel_l2 is not None}
     if not judged:  # every output is drawn at random
         return ()
-    worst = max(judged, key=lambda r: r.rel_l2 or 0.0)
+    worst = max(judged, key=lambda name: judged[name])
     # Roundings that are left out move a result no further than the roundings did. More than that is another result.
+    losses = [record.rel_l2 or 0.0 for record in compared(converted.reference, converted.measured)]
     allowed = max(0.01, 4 * max(losses))
-    passed = all(r.passed for r in differences) and (worst.rel_l2 or 0.0) <= allowed
-    difference = f"{worst.name} differs by {worst.rel_l2:.2e} (relative L2)"
+    passed = all(record.passed for record in differences) and judged[worst] <= allowed
+    difference = f"{worst} differs by {judged[worst]:.2e} (relative L2)"
     return (Gate("onnxruntime runs it alike", passed, difference, f"at most {allowed:.2e}"),)

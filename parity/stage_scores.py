@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from layerline.backends.base import Feed, Session
 from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.calib.samples import Batch
 from layerline.export.signature import Signature
 from layerline.graph.io import onnx_files
 from layerline.graph.quantization import convert
@@ -26,7 +26,6 @@ from layerline.pipeline.stage import Work
 
 # What one stage may lose of a metric where pipe.yaml has no quantize.max_drop; by its name a rise or a fall.
 DEFAULT_DROP = "0.5%"
-_Batch = TypeVar("_Batch")
 Opener = Callable[[], Session]
 
 
@@ -154,7 +153,7 @@ def _lost(budget: Budget, before: float, after: float, interval: Interval | None
 
 
 def _opened(
-    folders: Mapping[str, Path], modules: Mapping[str, Opener], first: evaluate.Batch
+    folders: Mapping[str, Path], modules: Mapping[str, Opener], first: Batch
 ) -> tuple[dict[str, Session], list[str]]:
     """A session of each stage that runs on the first batch, and a sentence about each other one."""
     sessions: dict[str, Session] = {}
@@ -180,7 +179,7 @@ def _opened(
     return sessions, notes
 
 
-def _counted(batches: Iterator[_Batch], work: Work) -> Iterator[_Batch]:
+def _counted(batches: Iterator[Batch], work: Work) -> Iterator[Batch]:
     for number, batch in enumerate(batches, 2):
         work.log.progress(number, number)
         yield batch

@@ -31,7 +31,7 @@ KNOWS = {
     "graph": {"pipeline", "calib", "backends"},
     "compare": {"pipeline", "backends", "graph"},
     "export": {"pipeline", "backends", "graph", "compare"},
-    "parity": {"pipeline", "backends", "graph", "compare", "export"},
+    "parity": {"pipeline", "calib", "backends", "graph", "compare", "export"},
     "onnx_import": {"pipeline", "backends", "graph", "compare", "export"},
     "training": {"pipeline"},
     "qat": {"pipeline", "calib", "backends", "graph", "compare", "export", "parity", "training"},
