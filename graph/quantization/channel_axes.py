@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from layerline.graph.analysis.ir_queries import dim
+from layerline.graph.analysis.ir_queries import dim, optional_input
+from layerline.graph.fusion import affine_ops
 from layerline.graph.quantization.weight_sources import weight_of
 
 # Output channels that share a scale may differ this much in size: the smallest loses two of its eight bits.
@@ -33,17 +36,20 @@ def channel_axis(node: ir.Node) -> int | None:
 def summed_axis(node: ir.Node) -> int | None:
     """The dimension of the weight, input 1 of a Gemm or MatMul, that a product sums over; None unless it has two."""
     axis = channel_axis(node)
-    return None if axis is None else 1 - axis
+    if axis is None:
+        return None
+    return 1 - axis
 
 
-def uneven(node: ir.Node) -> str:
-    """Why channels would have to share an integer scale that does not fit them; empty where none does."""
-    return _uneven_groups(node) or _uneven_stack(node)
-
-
-def _groups(node: ir.Node) -> int:
-    groups: int = node.attributes.get_int("group", 1)
-    return groups
+def output_rows(node: ir.Node) -> npt.NDArray[Any] | None:
+    """The weight, input 1, by the channel of the layer's output: (channels, weights of each); None for other nodes."""
+    weight = weight_of(optional_input(node, 1))
+    if node.op_type not in affine_ops.OPS or weight is None or weight.ndim < 2:
+        return None
+    # Of an invalid file: its inputs can't be shared out among the groups.
+    if node.op_type == "ConvTranspose" and weight.shape[0] % _groups(node):
+        return None
+    return affine_ops.rows(node, weight)
 
 
 def shared_scales(node: ir.Node) -> str:
@@ -53,32 +59,33 @@ def shared_scales(node: ir.Node) -> str:
     return f", each scale shared by its {_groups(node)} groups"
 
 
-def _uneven_groups(node: ir.Node) -> str:
-    """Why a grouped ConvTranspose stays float: output channels that would share a scale differ too much in size."""
-    weight = weight_of(node.inputs[1])
-    if not shared_scales(node) or weight is None or weight.shape[0] % _groups(node):
+def uneven(node: ir.Node) -> str:
+    """Why channels would have to share an integer scale that does not fit them; empty where none does."""
+    weight, rows = weight_of(node.inputs[1]), output_rows(node)
+    if weight is None or rows is None:
         return ""
-    grouped = np.abs(weight.astype(np.float64)).reshape(_groups(node), -1, *weight.shape[1:])
-    greatest = grouped.max(axis=(1, *range(3, grouped.ndim)), initial=0.0)  # (groups, outputs / group)
-    ratio = max((_spread(channels) for channels in greatest.T), default=1.0)
+    if shared_scales(node):
+        # The channels with one index in all groups share a scale.
+        why = f"its {_groups(node)} groups would share scales along axis 1"
+        together = _groups(node)
+    elif node.op_type == "MatMul" and weight.ndim > 2:
+        why = f"its weight has {weight.ndim} axes, for which onnxruntime takes one scale"
+        together = len(rows)
+    else:
+        return ""
+    greatest = np.abs(rows.astype(np.float64)).max(axis=1, initial=0.0).reshape(together, -1)
+    ratio = max((_ratio(sizes) for sizes in greatest.T), default=1.0)
     if ratio <= _CHANNEL_MAX_RATIO:
         return ""
-    return f"its {_groups(node)} groups would share scales along axis 1, and their channels differ {ratio:.3g} times"
+    return f"{why}, and its channels differ {ratio:.3g} times"
 
 
-def _uneven_stack(node: ir.Node) -> str:
-    """Why a product with a stack of matrices stays float: its channels would share one scale and differ too much."""
-    weight = weight_of(node.inputs[1])
-    if node.op_type != "MatMul" or weight is None or weight.ndim < 3:
-        return ""
-    ratio = _spread(np.abs(weight.astype(np.float64)).max(axis=tuple(range(weight.ndim - 1)), initial=0.0))
-    if ratio <= _CHANNEL_MAX_RATIO:
-        return ""
-    scales = f"its weight has {weight.ndim} axes, for which onnxruntime takes one scale"
-    return f"{scales}, and its channels differ {ratio:.3g} times"
+def _groups(node: ir.Node) -> int:
+    groups: int = node.attributes.get_int("group", 1)
+    return groups
 
 
-def _spread(sizes: npt.NDArray[np.float64]) -> float:
+def _ratio(sizes: npt.NDArray[np.float64]) -> float:
     """How many times larger the greatest size is than the smallest above 0; 1 where there is none."""
     used = sizes[sizes > 0]
     return float(used.max() / used.min()) if used.size else 1.0

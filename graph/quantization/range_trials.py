@@ -22,8 +22,7 @@ from layerline.calib.scales import numpy_dtype, steps_of
 from layerline.graph.analysis.assembly import Assembly, in_order
 from layerline.graph.analysis.ir_queries import copied, first_output, names
 from layerline.graph.analysis.shape_inference import infer_types
-from layerline.graph.quantization.targets import WEIGHTED
-from layerline.graph.quantization.weight_sources import weight_of
+from layerline.graph.quantization.channel_axes import output_rows
 
 _PREFIX = "trial//"
 _FLAT, _ROWS, _SPATIAL = f"{_PREFIX}flat", f"{_PREFIX}rows", f"{_PREFIX}spatial"
@@ -194,16 +193,5 @@ def _channels(node: ir.Node) -> int:
 
     They lie along axis 1 of the output of a convolution, and along the last axis of that of a product.
     """
-    if node.op_type not in WEIGHTED or len(node.inputs) < 2:
-        return 0
-    weight = weight_of(node.inputs[1])
-    if weight is None or weight.ndim < 2:
-        return 0
-    shape: tuple[int, ...] = weight.shape
-    if node.op_type == "ConvTranspose":
-        groups: int = node.attributes.get_int("group", 1)
-        return shape[1] * groups
-    transposed = node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1
-    if node.op_type == "Conv" or transposed:
-        return shape[0]
-    return shape[-1]
+    rows = output_rows(node)
+    return 0 if rows is None else len(rows)

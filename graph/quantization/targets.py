@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from layerline.pipeline.config.quantize_fields import CAPABILITIES, older
+
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
@@ -19,40 +21,32 @@ class Format:
         activation: element type of activations; "" where they stay float.
         opset: least opset that has the types.
         block: elements along the summed axis of a weight that share a scale; 0 for a scale for each output channel.
-        capability: least compute capability that has the types.
     """
 
     weight: str
     activation: str = ""
     opset: int = 13
     block: int = 0
-    capability: tuple[int, int] = (0, 0)
 
 
 FORMATS: Mapping[str, Format] = {
     "int8": Format(weight="int8", activation="int8"),
-    "fp8": Format(weight="float8e4m3fn", activation="float8e4m3fn", opset=19, capability=(8, 9)),
+    "fp8": Format(weight="float8e4m3fn", activation="float8e4m3fn", opset=19),
     "int4": Format(weight="int4", opset=21, block=32),
-    "nvfp4": Format(weight="float4e2m1", opset=23, block=16, capability=(10, 0)),
+    "nvfp4": Format(weight="float4e2m1", opset=23, block=16),
 }
+# The format of a layer, by the element type of its weight or of its inputs.
 OF_TYPE = {"uint8": "int8", **{entry.weight: name for name, entry in FORMATS.items()}}
-"""The format of a layer, by the element type of its weight or of its inputs."""
 
 
 def lacking(capabilities: Sequence[str], dtype: str) -> str:
     """Which of these compute capabilities ("8.9") lack an element type, in words; empty where none does."""
-    least = (0, 0)
-    for entry in FORMATS.values():
-        if dtype in (entry.weight, entry.activation):
-            least = entry.capability
-    older: list[str] = []
-    for text in capabilities:
-        major, _, minor = text.partition(".")
-        if major.isdigit() and minor.isdigit() and (int(major), int(minor)) < least:
-            older.append(text)
-    if not older:
+    name = OF_TYPE.get(dtype, "")
+    without = older(capabilities, name)
+    if not without:
         return ""
-    return f"compute capability {', '.join(older)} has no {dtype}: {least[0]}.{least[1]} is the first that has"
+    major, minor = CAPABILITIES[name]
+    return f"compute capability {', '.join(without)} has no {dtype}: {major}.{minor} is the first that has"
 
 
 _RECURRENT = "it sums over time in float, with no Q/DQ inside"
@@ -85,8 +79,8 @@ class Target:
 
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 POOLS = ("AveragePool", "GlobalAveragePool")
+# Operators that have a rule for some format and target.
 OPS = (*WEIGHTED, "Add", "Concat", *POOLS)
-"""Operators that have a rule for some format and target."""
 
 _EIGHT_BITS = ("int8", "fp8")
 _REASONS = {**dict.fromkeys(("LSTM", "GRU", "RNN"), _RECURRENT), "Gather": _LOOKUP}

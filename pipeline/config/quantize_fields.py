@@ -23,6 +23,8 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     "openvino": ("int8", "int4"),
 }
 """The formats that any operator of a target takes; graph/quantization/targets.py has those of each operator."""
+CAPABILITIES: Mapping[str, tuple[int, int]] = {"fp8": (8, 9), "nvfp4": (10, 0)}
+"""The least compute capability that has the types of a format; any has those of the others."""
 SEARCH_DROP, SEARCH_DB = "0.5%", 25.0
 """The budget of a search where pipe.yaml sets none."""
 
@@ -227,16 +229,21 @@ class QuantizeFields(Stage):
         return self.min_db
 
 
+def older(capabilities: Sequence[str], format_name: str) -> list[str]:
+    """Which of these compute capabilities ("8.9") lack the types of a format."""
+    without: list[str] = []
+    for text in capabilities:
+        major, _, minor = text.partition(".")
+        # What is no number is refused by the builder.
+        if major.isdigit() and minor.isdigit() and (int(major), int(minor)) < CAPABILITIES.get(format_name, (0, 0)):
+            without.append(text)
+    return without
+
+
 def takes_fp8(stages: Sequence[Stage]) -> bool:
-    """Whether a search may choose fp8: quantize has a mode for it, and engine names devices, none older than 8.9."""
+    """Whether a search may choose fp8: quantize has a mode for it, and engine names devices that all have fp8."""
     modes = {(stage.mode, stage.target) for stage in stages if isinstance(stage, QuantizeFields)}
     targets: list[str] = []
     for stage in stages:
         targets += getattr(stage, "targets", ())
-    if modes != {("int8", "tensorrt")} or not targets:
-        return False
-    for target in targets:
-        major, _, minor = target.partition(".")
-        if not (major.isdigit() and minor.isdigit() and (int(major), int(minor)) >= (8, 9)):
-            return False
-    return True
+    return modes == {("int8", "tensorrt")} and bool(targets) and not older(targets, "fp8")

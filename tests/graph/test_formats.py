@@ -322,3 +322,13 @@ def test_a_value_of_more_axes_stays_float_in_front_of_a_weight_in_float4():
     net = model("g (float[n, 2, 3, 32] x) => (float[n, 2, 3, 8] y) { y = MatMul (x, w) }", w=f32(32, 8))
     placed = place(as_ir(net), Rules(format="nvfp4", dynamic=True))
     assert [(w.name, w.role) for w in placed.wanted] == [("w", "weight")]
+
+
+def test_a_concat_before_blocks_that_are_quantised_while_running_stays_float():
+    net = model(
+        "g (float[2, 64] x, float[2, 64] z) => (float[2, 8] y) { c = Concat <axis = 1> (x, z) y = MatMul (c, w) }",
+        w=f32(128, 8),
+    )
+    placed = place(as_ir(net), Rules(format="nvfp4", dynamic=True))
+    assert [(item.name, item.block) for item in placed.wanted] == [("c", 16), ("w", 16)]
+    assert reasons(placed)["c"] == "its output is not quantised"

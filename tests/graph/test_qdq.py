@@ -261,7 +261,7 @@ def test_a_grouped_transposed_convolution_stays_float_where_groups_cannot_share_
     apart = place(as_ir(model(text, w=w)))
     assert apart.wanted == ()
     assert apart.kept[0].reason == (
-        f"its {groups} groups would share scales along axis 1, and their channels differ 100 times"
+        f"its {groups} groups would share scales along axis 1, and its channels differ 100 times"
     )
 
 
