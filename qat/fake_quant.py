@@ -45,7 +45,9 @@ class _QuantizeDequantize(torch.autograd.Function):
 
 
 def _nearest(steps: Tensor, float8: bool) -> Tensor:
-    return steps.to(torch.float8_e4m3fn).to(steps.dtype) if float8 else torch.round(steps)
+    if float8:
+        return steps.to(torch.float8_e4m3fn).to(steps.dtype)
+    return torch.round(steps)
 
 
 class FakeQuant(nn.Module):
@@ -80,9 +82,11 @@ class FakeQuant(nn.Module):
             return (self.start * log_scale.exp()).clamp(min=LEAST_SCALE)
         if not self.is_weight:
             return self.start
-        others = [dim for dim in range(x.ndim) if dim != self.axis] if self.axis is not None else []
-        amax = x.detach().double().abs()
-        amax = amax.amax(others) if others else amax.amax().reshape(-1)
+        magnitudes = x.detach().double().abs()
+        if self.axis is None:
+            amax = magnitudes.amax().reshape(1)
+        else:
+            amax = magnitudes.movedim(self.axis, 0).reshape(x.shape[self.axis], -1).amax(1)
         scale = (amax / self.high).clamp(min=LEAST_SCALE)
         return torch.where(amax > 0, scale, ZERO_RANGE_SCALE).float()
 

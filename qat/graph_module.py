@@ -21,7 +21,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 from layerline.calib.plan import QuantPlan, QuantValue
-from layerline.graph.analysis.ir_queries import captures, copied, fed, first_output, names, subgraphs
+from layerline.graph.analysis.ir_queries import copied, fed, first_output, names, subgraphs
 from layerline.pipeline.errors import StageError, brief, ran_out_of_memory
 from layerline.qat.fake_quant import FakeQuant
 from layerline.qat.operators import TABLE
@@ -33,10 +33,7 @@ Watch = Callable[[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class _Operation:
-    """One node: what it reads and computes, by name; after it the values in `spent` are not needed any more.
-
-    `bodies` are the branches of an If, then and else, or the body of a Loop.
-    """
+    """One node: what it reads and computes, by name. The values in `spent` are not needed after it."""
 
     name: str
     op: str
@@ -46,7 +43,6 @@ class _Operation:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     spent: tuple[str, ...]
-    bodies: tuple[_Body, ...] = ()
 
     def run(self, inputs: Sequence[Tensor | None]) -> Any:
         """One tensor, or a tuple of them."""
@@ -68,28 +64,18 @@ class _Operation:
             ) from error
 
 
-@dataclass(frozen=True)
-class _Body:
-    """A graph inside a node. `constants` has the buffer of each tensor that it stores."""
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    steps: Sequence[_Operation]
-    constants: Mapping[str, str]
-
-
 class GraphModule(nn.Module):
     """Runs an ONNX graph in torch.
 
-    Trained are the float32 weights and biases of products, normalisation and recurrent layers of the main graph; every
-    other constant stays. The zeros of a weight with two axes or more stay zeros, as pruning left them.
+    Trained are the float32 weights and biases of products, normalisation and recurrent layers; every other constant
+    stays. The zeros of a weight with two axes or more stay zeros, as pruning left them.
 
     Args:
         plan: what is fake-quantised; None: nothing.
         learned: whether the scales are trained.
 
     Raises:
-        StageError: a weight to train is not float32, or the graph has functions.
+        StageError: a weight to train is not float32, or a node has a body (If, Loop, Scan).
     """
 
     def __init__(self, model: ir.Model, plan: QuantPlan | None = None, *, learned: bool = False) -> None:
@@ -125,58 +111,17 @@ class GraphModule(nn.Module):
                 shapes that the graph does not take.
         """
         values: dict[str, Tensor] = {**self._constants(), **feed}
-        self._run(self.steps, values, watch)
-        return {name: values[name] for name in self.outputs}
-
-    def _run(self, steps: Sequence[_Operation], values: dict[str, Tensor], watch: Watch | None = None) -> None:
-        """Adds what the steps compute to the values."""
-        for step in steps:
-            inputs = [self._read(values, name, (step.name, i)) for i, name in enumerate(step.inputs)]
-            if step.op == "If" and step.bodies:
-                results = self._in_body(step.bodies[0 if bool(inputs[0]) else 1], values, ())
-            elif step.bodies:
-                results = self._loop(step, inputs, values)
-            else:
-                results = step.run(inputs)
-            for name, result in zip(step.outputs, results if isinstance(results, tuple) else (results,), strict=False):
-                watched = watch is not None and name and result.is_floating_point()
-                values[name] = watch(name, result) if watched else result  # type: ignore[misc]
+        for step in self.steps:
+            results = step.run([self._read(values, name, (step.name, i)) for i, name in enumerate(step.inputs)])
+            if not isinstance(results, tuple):
+                results = (results,)
+            for name, result in zip(step.outputs, results, strict=False):
+                if watch is not None and name and result.is_floating_point():
+                    result = watch(name, result)
+                values[name] = result
             for name in step.spent:
                 values.pop(name, None)
-
-    def _in_body(
-        self, body: _Body, values: Mapping[str, Tensor], inputs: Sequence[Tensor | None]
-    ) -> tuple[Tensor, ...]:
-        """The outputs of a body, which reads the values around it too."""
-        inner = dict(values)
-        inner.update((name, getattr(self.constants, key)) for name, key in body.constants.items())
-        inner.update((name, tensor) for name, tensor in zip(body.inputs, inputs, strict=True) if tensor is not None)
-        self._run(body.steps, inner)
-        return tuple(inner[name] for name in body.outputs)
-
-    def _loop(
-        self, step: _Operation, inputs: Sequence[Tensor | None], values: Mapping[str, Tensor]
-    ) -> tuple[Tensor, ...]:
-        """The carried values after the last pass, and what the passes gave each, stacked."""
-        (body,) = step.bodies
-        limit, condition, *_ = inputs
-        carried = [tensor for tensor in inputs[2:] if tensor is not None]
-        count = len(carried)
-        columns: list[list[Tensor]] = [[] for _ in range(len(body.outputs) - 1 - count)]
-        goes_on = condition is None or bool(condition)
-        passes = 0
-        while goes_on and (limit is None or passes < int(limit)):
-            counted = torch.tensor(passes, device=next(iter(values.values())).device)
-            going, *results = self._in_body(body, values, (counted, torch.ones_like(counted).bool(), *carried))
-            # Without a first condition ONNX ignores what the body says.
-            goes_on = condition is None or bool(going)
-            carried = results[:count]
-            for column, result in zip(columns, results[count:], strict=True):
-                column.append(result)
-            passes += 1
-        if columns and not passes:
-            raise _no_gradient("Loop without a pass", step.name)
-        return (*carried, *(torch.stack(column) for column in columns))
+        return {name: values[name] for name in self.outputs}
 
     def scales(self) -> dict[tuple[str, str], np.ndarray[Any, np.dtype[np.float32]]]:
         """The present scales of each fake-quantised value, by its name and the type that it is quantised to."""
@@ -250,65 +195,44 @@ class GraphModule(nn.Module):
                 hint="choose int8 or fp8 for this layer, or a mode without training",
             )
         # Values that share a scale share its parameter, too.
-        key = next((self._fakes[name, item.dtype] for name in item.shared if (name, item.dtype) in self._fakes), "")
-        if not key:
+        shared = [self._fakes[name, item.dtype] for name in item.shared if (name, item.dtype) in self._fakes]
+        if shared:
+            key = shared[0]
+        else:
             key = f"{re.sub(r'[^0-9A-Za-z_]', '_', item.name)}_{len(self._fakes)}"
             self.quantizers.add_module(key, FakeQuant(item, rank, learned=learned))
         self._fakes[item.name, item.dtype] = key
         self.quantized |= {(item.name, *reader): key for reader in item.readers}
 
     def _compile(self, graph: ir.Graph, opsets: Mapping[str, int]) -> list[_Operation]:
-        reads = Counter(name for node in graph for name in _read_by(node))
         stored_names = stored(graph)
-        kept = {*stored_names, *(value.name for value in graph.outputs)}
+        nodes = [node for node in graph if not (node.outputs and node.outputs[0].name in stored_names)]
+        reads = Counter(name for node in nodes for name in names(node.inputs))
+        kept = {*stored_names, *self.outputs}
         fakes = [(name, f"{name}\0{key}") for (name, _), key in self._fakes.items()]
         steps: list[_Operation] = []
-        for node in graph:
-            if node.outputs and node.outputs[0].name in stored_names:
-                continue
-            inputs = tuple("" if value is None else value.name or "" for value in node.inputs)
-            outputs = tuple(value.name or "" for value in node.outputs)
-            bodies = tuple(self._body(body, opsets) for body in _bodies_of(node))
-            attrs: dict[str, Any] = {}
-            for name, attribute in node.attributes.items():
-                if attribute.type != ir.AttributeType.GRAPH:
-                    attrs[name] = attribute_value(attribute)
+        for node in nodes:
+            if subgraphs(node):
+                raise _no_gradient(node.op_type, first_output(node))
+            attrs = {name: attribute_value(attribute) for name, attribute in node.attributes.items()}
             attrs[OUTPUTS] = sum(bool(value.uses() or value.is_graph_output()) for value in node.outputs)
-            operator = TABLE.get(node.op_type) if node.domain == "" else None
-            names = _read_by(node)
-            reads.subtract(names)
-            # In a body that is a copy: what the graph around it needs stays there.
-            spent = tuple(name for name in dict.fromkeys(names) if not reads[name] and name not in kept)
-            spent += tuple(fake for name, fake in fakes if name in spent)
-            reference = _Reference(node, opsets)
+            inputs = tuple("" if value is None else value.name or "" for value in node.inputs)
+            reads.subtract(name for name in inputs if name)
+            spent = [name for name in dict.fromkeys(inputs) if name and not reads[name] and name not in kept]
+            spent += [fake for name, fake in fakes if name in spent]
             steps.append(
-                _Operation(first_output(node), node.op_type, operator, reference, attrs, inputs, outputs, spent, bodies)
+                _Operation(
+                    name=first_output(node),
+                    op=node.op_type,
+                    operator=TABLE.get(node.op_type) if node.domain == "" else None,
+                    reference=_Reference(node, opsets),
+                    attrs=attrs,
+                    inputs=inputs,
+                    outputs=tuple(value.name or "" for value in node.outputs),
+                    spent=tuple(spent),
+                )
             )
         return steps
-
-    def _body(self, graph: ir.Graph, opsets: Mapping[str, int]) -> _Body:
-        constants = {name: self._store(name, tensor, self.constants) for name, tensor in stored(graph).items()}
-        inputs = tuple(value.name or "" for value in graph.inputs)
-        outputs = tuple(value.name or "" for value in graph.outputs)
-        return _Body(inputs, outputs, self._compile(graph, opsets), constants)
-
-
-def _read_by(node: ir.Node) -> list[str]:
-    """The names of what a node and its bodies read."""
-    return [value.name for value in (*node.inputs, *captures(node)) if value is not None and value.name]
-
-
-def _bodies_of(node: ir.Node) -> list[ir.Graph]:
-    """The branches of an If, then and else, or the body of a Loop; StageError for another node with bodies."""
-    bodies = subgraphs(node)
-    if not bodies:
-        return []
-    # A file may have the branches in either order.
-    if node.op_type == "If" and node.domain == "":
-        return [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
-    if node.op_type == "Loop" and node.domain == "":
-        return bodies
-    raise _no_gradient(node.op_type, first_output(node))
 
 
 class _Reference:

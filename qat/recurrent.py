@@ -1,8 +1,5 @@
-"""LSTM, GRU and RNN in torch, with gradients, by the functions behind torch's own modules.
-
-Their weights hold the gates in another order, and ONNX's default GRU applies its reset gate before the product with the
-state, which torch has no function for.
-"""
+"""LSTM, GRU and RNN in torch, with gradients, by the functions behind torch's own modules. Their weights hold the gates
+in another order."""
 
 from __future__ import annotations
 
@@ -31,22 +28,12 @@ def gru(
     attrs: Attrs, x: Tensor, w: Tensor, r: Tensor, bias: Tensor | None = None, lengths: Tensor | None = None,
     hidden: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """ONNX orders the gates update, reset, hidden; torch reset, update, hidden."""
+    """ONNX orders the gates update, reset, hidden; torch reset, update, hidden. Torch has no function for ONNX's
+    default GRU, whose reset gate comes before the product with the state."""
     _check(attrs, x, r, lengths, ("Sigmoid", "Tanh"))
-    start = _start(x, r, hidden)
-    parameters = _parameters(w, r, bias, (1, 0, 2))
-    if attrs.get("linear_before_reset", 0):
-        return _in_time(torch.gru, attrs, x, start, parameters, r)
-    outputs: list[Tensor] = []
-    states: list[Tensor] = []
-    for number in range(len(r)):
-        # Of a bidirectional layer the second direction runs from the end.
-        backwards = attrs.get("direction") == "reverse" or number == 1
-        sequence = x.flip(0) if backwards else x
-        y, state = _reset_first(sequence, start[number], *parameters[4 * number : 4 * number + 4])
-        outputs.append(y.flip(0) if backwards else y)
-        states.append(state)
-    return torch.stack(outputs, 1), torch.stack(states)
+    if not attrs.get("linear_before_reset", 0):
+        raise NotImplementedError("a GRU whose reset gate comes before the product with the state")
+    return _in_time(torch.gru, attrs, x, _start(x, r, hidden), _parameters(w, r, bias, (1, 0, 2)), r)
 
 
 def rnn(
@@ -101,22 +88,6 @@ def _in_time(
     # With biases, one layer, no dropout, with gradients, and the time in front of the batch.
     y, *states = function(sequence, start, parameters, True, 1, 0.0, True, len(r) == 2, False)
     y = y.reshape(*x.shape[:2], len(r), r.shape[2]).transpose(1, 2)
-    return (y.flip(0) if backwards else y, *states)
-
-
-def _reset_first(
-    x: Tensor, state: Tensor, w: Tensor, r: Tensor, bias_w: Tensor, bias_r: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One direction of a GRU whose reset gate scales the state before its product; what it gives at each step, and the
-    last state."""
-    from_input = torch.nn.functional.linear(x, w, bias_w + bias_r)
-    reset_r, update_r, hidden_r = r.chunk(3)
-    outputs: list[Tensor] = []
-    for step in from_input:
-        to_reset, to_update, to_hidden = step.chunk(3, -1)
-        reset = torch.sigmoid(to_reset + state @ reset_r.mT)
-        update = torch.sigmoid(to_update + state @ update_r.mT)
-        hidden = torch.tanh(to_hidden + (reset * state) @ hidden_r.mT)
-        state = (1 - update) * hidden + update * state
-        outputs.append(state)
-    return torch.stack(outputs), state
+    if backwards:
+        y = y.flip(0)
+    return (y, *states)

@@ -28,15 +28,16 @@ ToResult = Callable[[Mapping[str, Tensor]], Any]
 class Student(nn.Module):
     """A module with the arguments and results of the task's model, computed by the graph."""
 
-    def __init__(self, graph: GraphModule, to_feed: ToFeed, to_result: ToResult) -> None:
+    def __init__(self, graph: GraphModule, signature: inspect.Signature, to_feed: ToFeed, to_result: ToResult) -> None:
         super().__init__()
         self.graph = graph
-        self._to_feed = to_feed
-        self._to_result = to_result
 
-    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of one call."""
-        return self._to_result(self.graph.compute(self._to_feed(args, kwargs)))
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return to_result(graph.compute(to_feed(args, kwargs)))
+
+        # How a batch is spread over the arguments is read from the signature.
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+        self.forward = forward
 
 
 class OutputMatching(Distillation):
@@ -76,7 +77,8 @@ def maker(task: Task, inputs: list[str], outputs: list[str]) -> Callable[[GraphM
         module = shipping.network(task)
         call = example_call.call(module, *example_inputs(task, forward=module.forward))
         if [*call.feed] == inputs and [*call.outputs] == outputs:
-            return lambda graph: _wrap(inspect.signature(module.forward), graph, call.tensors, _to_result(call))
+            model_signature, model_result = inspect.signature(module.forward), _to_result(call)
+            return lambda graph: Student(graph, model_signature, call.tensors, model_result)
     names = [re.sub(r"\W|^(?=\d)", "_", name) for name in inputs]
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
     signature = inspect.Signature(parameters)
@@ -89,7 +91,7 @@ def maker(task: Task, inputs: list[str], outputs: list[str]) -> Callable[[GraphM
         tensors = tuple(results[name] for name in outputs)
         return tensors[0] if len(tensors) == 1 else tensors
 
-    return lambda graph: _wrap(signature, graph, to_feed, to_result)
+    return lambda graph: Student(graph, signature, to_feed, to_result)
 
 
 def _to_result(call: example_call.Call) -> ToResult:
@@ -102,14 +104,3 @@ def _to_result(call: example_call.Call) -> ToResult:
         return pytree.tree_unflatten([next(tensors) if isinstance(v, Tensor) else v for v in leaves], spec)
 
     return to_result
-
-
-def _wrap(signature: inspect.Signature, graph: GraphModule, to_feed: ToFeed, to_result: ToResult) -> Student:
-    def forward(self: Student, *args: Any, **kwargs: Any) -> Any:
-        return self.called(args, kwargs)
-
-    # How a batch is spread over the arguments is read from the signature.
-    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = inspect.Signature([self_parameter, *signature.parameters.values()])  # type: ignore[attr-defined]
-    student_class: type[Student] = type("Student", (Student,), {"forward": forward})
-    return student_class(graph, to_feed, to_result)

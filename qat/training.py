@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +35,12 @@ from layerline.qat import student
 from layerline.qat.graph_module import GraphModule
 from layerline.training.config.sections import Config
 from layerline.training.data.batches import Batches
-from layerline.training.data.distillation import Taught
+from layerline.training.data.distillation import Loss, Taught
 from layerline.training.distributed import rendezvous
 from layerline.training.run import hook_trial, train_loop
 
 RTOL = 1e-3
-"""Greatest difference of an operator between torch and onnxruntime, relative to the greatest magnitude of its result.
-Sums in another order stay far below; a wrong attribute or axis is far above."""
+"""Greatest difference of an operator between torch and onnxruntime, over the greatest magnitude of its result."""
 ATOL = 1e-6
 """Absolute difference that passes in any case: onnxruntime's Sigmoid is that far off near 0."""
 NOT_FINITE = (
@@ -66,15 +66,11 @@ def check(model: ir.Model, probes: Sequence[Feed]) -> GraphModule:
     """The graph in torch, if torch computes it as onnxruntime does, with gradients; before anything is calibrated.
 
     Raises:
-        StageError: names the value that differs most, or an operator that has no gradient; or the model brings its own
-            Q/DQ.
+        StageError: names the value that differs most, or an operator without a gradient; or the model has Q/DQ.
     """
     if own_qdq.present(model):
-        raise StageError(
-            "training starts from a float model, and this one brings its own Q/DQ",
-            where="quantize.mode",
-            hint="mode: int8 keeps them with their scales",
-        )
+        raise StageError("training starts from a float model, and this one brings its own Q/DQ", where="quantize.mode",
+                         hint="mode: int8 keeps them with their scales")  # fmt: skip
     model = raise_opset(model, qdq.required_opset(model))
     graph = GraphModule(model)
     smallest = min(probes, key=lambda feed: sum(array.size for array in feed.values()))
@@ -202,23 +198,20 @@ def worst(graph: GraphModule, model: ir.Model, probes: Sequence[Feed], steps: Ma
     """
     names = [name for step in graph.steps for name in step.outputs if name]
     session = OnnxRuntime(few_runs=True).open(model, [n for n in names if n not in graph.outputs])
-    largest = ("", 0.0)
+    ratios: dict[str, float] = {"": 0.0}
 
     def watch(name: str, in_torch: Tensor) -> Tensor:
-        nonlocal largest
         if name not in by_onnxruntime:
             return in_torch
         expected = torch.as_tensor(by_onnxruntime[name])
-        ratio = _distance(in_torch, expected, steps.get(name))
-        if ratio > largest[1]:
-            largest = (name, ratio)
+        ratios[name] = max(_distance(in_torch, expected, steps.get(name)), ratios.get(name, 0.0))
         return expected
 
     for feed in probes:
         by_onnxruntime = session.run(feed)
         with torch.no_grad():
             graph.compute({name: torch.as_tensor(feed[name]) for name in graph.inputs}, watch)
-    return largest
+    return max(ratios.items(), key=lambda entry: entry[1])
 
 
 def _distance(actual: Tensor, expected: Tensor, step: float | None) -> float:
@@ -228,14 +221,13 @@ def _distance(actual: Tensor, expected: Tensor, step: float | None) -> float:
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     if bool(same.all()):
         return 0.0
-    difference = torch.where(same, 0.0, (actual.double() - expected.double()).abs()).amax()
-    if not bool(difference.isfinite()):
+    difference = float(torch.where(same, 0.0, (actual.double() - expected.double()).abs()).amax())
+    if not math.isfinite(difference):
         return float("inf")
     if step is not None:
-        return float(difference) / step
-    finite = expected[expected.isfinite()].abs()
-    magnitude = float(finite.amax()) if finite.numel() else 0.0
-    return float(difference) / (RTOL * magnitude + ATOL)
+        return difference / step
+    magnitude = float(torch.where(expected.isfinite(), expected.abs(), 0.0).amax())
+    return difference / (RTOL * magnitude + ATOL)
 
 
 def _equal(graph: GraphModule, result: Calibrated, probes: Sequence[Feed]) -> Gate:
@@ -247,16 +239,13 @@ def _equal(graph: GraphModule, result: Calibrated, probes: Sequence[Feed]) -> Ga
     return Gate("quantised as trained", ratio <= 1, actual, "at most one step of the scale, in each value")
 
 
-def _freezing(
-    loss: Callable[..., Any], graph: GraphModule, run: train_loop.Run, step: int
-) -> Callable[..., tuple[Tensor, float | None]]:
+def _freezing(loss: Loss, graph: GraphModule, run: train_loop.Run, step: int) -> Loss:
     """The same loss; from that optimizer step on the scales get no gradient, also after a resume."""
 
-    def frozen_in_time(model: Any, batch: Any) -> tuple[Tensor, float | None]:
+    def frozen_in_time(model: Any, batch: Any) -> Any:
         for fake in graph.quantizers.children():
             fake.frozen = run.attempted >= step  # type: ignore[assignment]
-        result: tuple[Tensor, float | None] = loss(model, batch)
-        return result
+        return loss(model, batch)
 
     return frozen_in_time
 

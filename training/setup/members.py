@@ -37,7 +37,7 @@ def by_name(
 
 def copies(mo: Training, memo: dict[int, Any]) -> tuple[dict[str, nn.Module], dict[str, Any], list[nn.Parameter]]:
     """Copies of models and custom optimizers by name, and the copied parameters that were frozen after ModelOptimizer
-    was made. Those require a gradient here: the copy trains them too, from the same state, once they are unfrozen."""
+    was made. They require a gradient here, so that the copy knows their state once they are unfrozen."""
     if mo.ranks is not None:
         raise ConfigError("ranks train together, and a copy would be one more group", where="copy",
                           hint="save_ckpt, and load_ckpt in another run")  # fmt: skip

@@ -63,7 +63,7 @@ class ModelOptimizer:
         optimizer: Any = None,
         **fields: Any,
     ) -> None:
-        if isinstance(optimizer, Mapping) and "" not in optimizer and not isinstance(model, Mapping):
+        if isinstance(optimizer, Mapping) and not isinstance(model, Mapping):
             # The section of the configuration: optimizers themselves are given by the names of several models.
             fields = {"optimizer": optimizer, **fields}
             optimizer = None
@@ -93,9 +93,9 @@ class ModelOptimizer:
             self.best = Best(self.config, Path(self.config.monitor.save_dir) / FOLDER)
             self.register("best", self.best)
         self._metric: Callable[[nn.Module], float] | None = None
-        self._validated: str | None = None
+        self._validated: str | None = None  # name of the model that `_metric` is about
+        # The last steps at which `save_interval` saved, and at which intervals were looked at.
         self._saved_at = self._served = -1
-        self._timed = bool(self.config.monitor.valid_interval or self.config.monitor.save_interval)
         self._autocast = precision.autocast(self.config.precision, self._main.device)
 
     @property
@@ -110,10 +110,7 @@ class ModelOptimizer:
         return self._autocast()
 
     def backward(self, loss: Tensor, *, weight: float | None = None, only: str | None = None) -> None:
-        """Adds the gradients of `loss`; step() then ends the micro-batch. The arguments are those of `step`.
-
-        The gradient of a window is Σ grad(loss) / Σ weight, however its samples are split into micro-batches.
-        """
+        """Adds the gradients of `loss`; step() then ends the micro-batch. The arguments are those of `step`."""
         self._lane(only, "backward").backward(loss, weight)
 
     def step(
@@ -127,7 +124,8 @@ class ModelOptimizer:
     ) -> StepResult:
         """Ends a micro-batch (after backward, where a loss is given); every `accumulate.steps`-th steps the optimizer.
 
-        An error of the backward pass or of the step drops the window; a loss or weight that is refused leaves it.
+        The gradient of a window is Σ grad(loss) / Σ weight, however its samples are split into micro-batches. An error
+        of the backward pass or of the step drops the window.
 
         Args:
             loss: a mean over the micro-batch, or with `weight` a sum over that many samples or tokens.
@@ -152,8 +150,7 @@ class ModelOptimizer:
             moved = lane.step(loss, weight, samples)
             if self._halves:
                 lane.monitor.warn("on_oom", "accumulate.on_oom: halve needs mo.train_step(batch, forward)")
-        read = lane.window.last_read
-        return step_result(self._after(moved), loss, weight, read)
+        return step_result(self._after(moved), loss, weight, lane.window.last_read)
 
     def train_step(
         self, batch: Any, forward: Forward, *, samples: int | None = None, only: str | None = None
@@ -162,9 +159,8 @@ class ModelOptimizer:
 
             mo.train_step((x, y), lambda batch: criterion(model(batch[0]), batch[1]))
 
-        `forward` gets the batch (tensors in lists, tuples and mappings, with the samples along axis 0), or a part of
-        it, under autocast. It returns a mean loss, or a sum and its weight. With `accumulate.on_oom: halve` a
-        micro-batch that does not fit into memory runs in parts, with the gradient of the whole.
+        `forward` gets the batch (tensors in lists, tuples and mappings, with the samples along axis 0), or with
+        `accumulate.on_oom: halve` a part of it, under autocast. It returns a mean loss, or a sum and its weight.
         """
         lane = self._lane(only, "train_step")
         if self._halves:
@@ -189,25 +185,25 @@ class ModelOptimizer:
 
     def _after(self, moved: bool) -> bool:
         """Validates and saves where an interval ends, once for all models."""
-        if not (moved and self._timed) or self.global_step == self._served:
+        step, config = self.global_step, self.config.monitor
+        if not moved or step == self._served:
             return moved
-        self._served = step = self.global_step
-        config = self.config.monitor
+        self._served = step
         if config.valid_interval and step % config.valid_interval == 0:
-            if self._metric is not None:
-                self.validate(self._metric, only=self._validated)
-            else:
+            if self._metric is None:
                 text = f"valid_interval is {config.valid_interval}, but there is no metric: mo.validate_with(metric)"
                 self._main.monitor.warn("valid", text)
+            else:
+                self.validate(self._metric, only=self._validated)
         if config.save_interval and step % config.save_interval == 0:
             self.save_ckpt(config.save_dir)
             self._saved_at = step
         return moved
 
     def _lane(self, only: str | None, method: str) -> Lane:
+        if only is None and len(self.lanes) > 1:
+            raise ConfigError(f"which of {sorted(self.lanes)}?", where=method, hint=f"mo.{method}(…, only=…)")
         if only is None:
-            if len(self.lanes) > 1:
-                raise ConfigError(f"which of {sorted(self.lanes)}?", where=method, hint=f"mo.{method}(…, only=…)")
             return self._main
         if only not in self.lanes:
             raise ConfigError(f"no model is called {only!r}; there are {sorted(self.lanes)}", where="only")
@@ -251,8 +247,11 @@ class ModelOptimizer:
     @property
     def warnings(self) -> list[str]:
         """The warnings so far, one sentence each."""
-        prefixes = {name: f"{name}: " if name else "" for name in self.lanes}
-        return [prefixes[name] + text for name, lane in self.lanes.items() for text in lane.monitor.warnings]
+        texts: list[str] = []
+        for name, lane in self.lanes.items():
+            prefix = f"{name}: " if name else ""
+            texts += [prefix + text for text in lane.monitor.warnings]
+        return texts
 
     # EMA.
 
@@ -300,8 +299,8 @@ class ModelOptimizer:
         self.extras[name] = thing
 
     def save_ckpt(self, path: str | Path) -> Path:
-        """Writes everything that a resumed run needs, atomically, and returns the path: that of a `.safetensors` file,
-        or of a new one in the folder `path`, where the newest `monitor.keep` checkpoints are kept."""
+        """Writes everything that a resumed run needs, atomically: a `.safetensors` file, or a new one in the folder
+        `path`, which keeps the newest `monitor.keep`. Returns the file's path."""
         return checkpoint.save(self, Path(path))
 
     def load_ckpt(self, path: str | Path) -> Path:
@@ -324,7 +323,7 @@ class ModelOptimizer:
 
     def export(self) -> dict[str, Tensor]:
         """Copies of the weights that would ship, by canonical name: float32, and averages if there are any. A tied
-        tensor has each of its names. Of a sharded model they lie in CPU memory, and all ranks must call it."""
+        tensor has each of its names. With a sharded model, all ranks must call it."""
         out: dict[str, Tensor] = {}
         for model, lane in self.lanes.items():
             prefix = f"{model}." if model else ""
@@ -346,19 +345,14 @@ class ModelOptimizer:
         """Sets weights to zero, now and after every accepted step: in the model, the masters and the average.
 
         Args:
-            masks: by parameter name, True or 1 where a weight stays (`layerline.training.loop.masks` has functions that
-                choose them); or `Gradual`, which chooses them during training.
+            masks: by parameter name, True or 1 where a weight stays; or `Gradual`, which chooses them during training.
             replace: drop the earlier masks first (`{}` drops all). Otherwise a weight stays only if all masks keep it.
         """
         masks_of.apply(self._lane(only, "apply_mask"), masks, replace=replace)
 
     def layer_memory_report(self, *inputs: Any, only: str | None = None, **named_inputs: Any) -> list[LayerMemory]:
-        """Bytes that each module holds: parameters, gradients, optimizer state, averages and activations.
-
-        Args:
-            inputs, named_inputs: arguments of one forward pass, which is run to measure the activations and leaves the
-                state as it was. Without them activations are None, and several models are reported together.
-        """
+        """Bytes that each module holds: parameters, gradients, optimizer state, averages and activations. The inputs
+        are the arguments of one forward pass, which measures the activations; without them these are None."""
         if not (inputs or named_inputs):
             lanes = self.lanes if only is None else {"": self._lane(only, "layer_memory_report")}
             return memory_report.report_all(lanes)
@@ -378,9 +372,8 @@ class ModelOptimizer:
         self._metric, self._validated = metric, only
 
     def validate(self, metric: Callable[[nn.Module], float], *, only: str | None = None) -> dict[str, float]:
-        """Measures the online weights and those that would ship (with EMA, masks and fake quantisation), in eval mode:
-        `online`, `deploy` and their difference `gap`. A plateau schedule follows `deploy`. A checkpoint that
-        `save_interval` wrote after this step is written again, to contain the result."""
+        """Measures the online weights and those that would ship, in eval mode: `online`, `deploy` and their difference
+        `gap`. A plateau schedule follows `deploy`. A checkpoint of this step is written again, with the result."""
         figures = ema_swap.validate(self._lane(only, "validate"), metric)
         # Until pruning reaches its share and SWA begins, the model is of another kind than the one that will ship.
         complete = [lane.masks.complete_at for lane in self.lanes.values() if isinstance(lane.masks, masks_of.Masks)]
@@ -419,7 +412,7 @@ class ModelOptimizer:
             make: `module:function` or `file.py:function`; the function returns (ModelOptimizer, step).
             start: a checkpoint to begin from.
         """
-        return prove(make, steps, start=None if start is None else Path(start))
+        return prove(make, steps, start=start)
 
     def watch(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yields the loader's batches and measures how long the loop waits for them (`wait_rate`, and a warning)."""
@@ -439,7 +432,7 @@ class ModelOptimizer:
         """A ModelOptimizer over copies of the models, in the same state. It shares nothing with this one."""
         with self._online():
             models, optimizers, frozen = members.copies(self, memo)
-            twin = ModelOptimizer(models.get("", models), self.config, optimizer=optimizers or None)
+            twin = ModelOptimizer(models, self.config, optimizer=optimizers or None)
             for param in frozen:
                 param.requires_grad_(False)
             extras = {name: thing for name, thing in self.extras.items() if thing is not self.best}

@@ -15,8 +15,7 @@ from layerline.training.optimizers.custom import own_groups
 from layerline.training.optimizers.param_groups import Member
 from layerline.training.optimizers.strides import inner
 
-LISTED = 60
-"""Parameters that the printed plan lists."""
+LISTED = 60  # parameters that the printed plan lists
 _HEAD = ("lr", "betas", "eps", "momentum", "nesterov", "alpha", "rho", "weight_decay", "fused", "foreach")
 
 
@@ -25,16 +24,15 @@ class Plan:
     """The plan of one model; `str()` prints it."""
 
     optimizer: str
-    # parameter name -> ("decay" or "no decay", why, elements). Of a custom optimizer it is what its groups say, and
-    # why is the group's number; "unknown" where it has none, "not held" where it leaves one out
+    # parameter name -> ("decay" or "no decay", why, elements); for a custom optimizer what its groups say
     groups: Mapping[str, tuple[str, str, int]]
     curve: tuple[tuple[int, float], ...]  # (step, learning rate) at eleven points of the run
     notes: tuple[str, ...]  # sentences on this configuration
     model: str = ""  # its name, where there are several
-    others: tuple[Plan, ...] = ()  # the plans of the further models, where there are several
+    others: tuple[Plan, ...] = ()  # the plans of the further models
 
     def __str__(self) -> str:
-        title = f"{self.model}: {self.optimizer}" if self.model else self.optimizer
+        title = f"{self.model}: {self.optimizer}".removeprefix(": ")
         lines = [title, "", "groups"]
         listed = list(self.groups.items())[:LISTED]  # a model may have thousands
         width = max(len(name) for name, _ in listed)
@@ -45,9 +43,9 @@ class Plan:
         lines += ["", "learning rate"]
         # A rate that stays is one line, from its first to its last point.
         for rate, points in groupby(self.curve, key=lambda point: f"{point[1]:.3e}"):
-            steps = [step for step, _ in points]
-            to = f" to {steps[-1]:,}" if len(steps) > 1 else ""
-            lines.append(f"  step {steps[0]:>9,}{to}  {rate}")
+            first, *later = [step for step, _ in points]
+            to = "".join(f" to {step:,}" for step in later[-1:])
+            lines.append(f"  step {first:>9,}{to}  {rate}")
         if self.notes:
             lines += ["", "notes", *[f"  {note}" for note in self.notes]]
         return "\n\n\n".join(["\n".join(lines), *map(str, self.others)])
@@ -80,15 +78,11 @@ def _groups(lane: Lane) -> dict[str, tuple[str, str, int]]:
     group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
     out = {}
     for name, param in zip(lane.names, lane.params, strict=True):
-        why = ""
-        kind = "not held" if groups else "unknown"
-        if id(param) in group_of:
-            number = group_of[id(param)]
-            why = f"group {number}"
-            weight_decay = groups[number].get("weight_decay")
-            kind = "decay" if weight_decay else "no decay"
-            if weight_decay is None:
-                kind = "unknown"
+        kind, why = "not held" if groups else "unknown", ""
+        number = group_of.get(id(param))
+        if number is not None:
+            kinds = {None: "unknown", 0: "no decay"}
+            kind, why = kinds.get(groups[number].get("weight_decay"), "decay"), f"group {number}"
         out[name] = (kind, why, param.numel())
     return out
 
@@ -110,12 +104,11 @@ def _headline(lane: Lane) -> str:
     if lane.custom:
         fields = [_field_list(group) for group in own_groups(lane.optimizer)]
         return f"{name}({' | '.join(fields)}) (custom)" if any(fields) else f"{name} (custom)"
+    rate = {"lr": lane.rate.base}  # of the first one: the present rate may be that of the warm-up
     parts: list[str] = []
     for part in inner(lane.optimizer):
-        fields_of_part = dict(part.param_groups[0])
-        if not parts:
-            fields_of_part["lr"] = lane.rate.base
-        parts.append(f"{type(part).__name__}({_field_list(fields_of_part)})")
+        parts.append(f"{type(part).__name__}({_field_list(part.param_groups[0] | rate)})")
+        rate = {}
     return " + ".join(parts)
 
 
@@ -125,7 +118,8 @@ def _field_list(group: Mapping[str, Any]) -> str:
 
 def _notes(lane: Lane) -> Iterable[str]:
     config = lane.config
-    if warning := batch_norm.warning(lane.model, config.accumulate.steps):
+    warning = batch_norm.warning(lane.model, config.accumulate.steps)
+    if warning:
         yield warning
     if config.precision.amp != "fp16" and "dynamic_loss_scale_window" in config.precision.model_fields_set:
         yield f"the loss scale serves fp16 alone; amp is {config.precision.amp}"

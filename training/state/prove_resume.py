@@ -91,7 +91,7 @@ class Proof:
         return text
 
 
-def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, start: Path | None = None,
+def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, start: str | Path | None = None,
           progress: Callable[[int, int], object] = lambda *_: None) -> Proof:  # fmt: skip
     """Runs `steps` calls of step(), saves, runs as many again; then a fresh process loads and runs the second half.
 
