@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
@@ -83,9 +84,7 @@ def effects(
         graph. Without values that reach no output that can be measured, and those beside a value with which the
         reference can't run.
     """
-    trial = _Trial(as_ir(reference), as_ir(candidate), pairing)
-    shares, _ = trial.shares(feeds, values, LAYERS, restored=False)
-    return shares
+    return _Trial(as_ir(reference), as_ir(candidate), pairing, restored=False).shares(feeds, values)
 
 
 def gains(
@@ -99,8 +98,9 @@ def gains(
 
     Arguments and result are those of `effects`; a negative gain is a loss.
     """
-    trial = _Trial(as_ir(reference), as_ir(candidate), pairing)
-    shares, unchanged = trial.shares(feeds, values, RESTORED, restored=True)
+    trial = _Trial(as_ir(reference), as_ir(candidate), pairing, restored=True)
+    shares = trial.shares(feeds, values)
+    unchanged = sum(trial.unchanged.values())
     result: dict[str, float] = {}
     for name, share in shares.items():
         result[name] = 0.0 if share == unchanged else decibels(unchanged, share)
@@ -108,128 +108,127 @@ def gains(
 
 
 class _Trial:
-    """Two models, and the outputs by which changes of single layers are judged."""
+    """Runs a model with single layers of another one, and compares its outputs with the reference's.
 
-    def __init__(self, reference: ir.Model, candidate: ir.Model, pairing: Mapping[str, str] | None) -> None:
-        self.reference, self.candidate = reference, candidate
+    Args:
+        restored: whether the candidate is run with layers of the reference, and not the other way round.
+    """
+
+    def __init__(
+        self, reference: ir.Model, candidate: ir.Model, pairing: Mapping[str, str] | None, *, restored: bool
+    ) -> None:
+        self.reference = reference
+        self.restored = restored
+        self.base, self.other = reference, candidate
+        if restored:
+            self.base, self.other = candidate, reference
+        self.unchanged: dict[int, float] = {}  # the noise power of each output without a change
+        self.names: list[str] = []  # of the pairs, in the reference
+        self.pairs: list[Pair] = []  # values of `base`, and those of `other` that stand for them
+        self.targets: dict[int, Pair] = {}  # the outputs that are compared, by index of their pair
         comparison = Comparison(reference, candidate, pairing, True, OnnxRuntime(few_runs=True))
-        self.targets: dict[int, Pair] = {}
-        self.pairs: list[Pair] = []
-        if not comparison.one_graph:
+        if not comparison.one_graph or why_two_sessions(self.base, self.other) is not None:
             return
-        self.pairs = [replace(pair, pointer=None) for pair in comparison.pairs]
-        random = drawn(reference)
         by_numbers = counted(reference.graph)
-        outputs = set(names(reference.graph.outputs)) - random.keys() - {*by_numbers.outputs}
+        outputs = set(names(reference.graph.outputs)) - drawn(reference).keys() - {*by_numbers.outputs}
         outputs |= {*by_numbers.sources}
         for index, pair in enumerate(comparison.pairs):
+            self.names.append(pair.a)
+            plain = replace(pair, pointer=None)
+            target = replace(plain, a=f"target//{index}", dtype_b=pair.dtype_a)
+            if restored:
+                target = replace(target, dtype_b=pair.dtype_b)
+                plain = replace(plain, a=pair.b, b=pair.a, dtype_a=pair.dtype_b, dtype_b=pair.dtype_a)
+            self.pairs.append(plain)
             types = {pair.dtype_a, pair.dtype_b}
             # Sequences and text have no type here, and numpy has no bfloat16.
             if pair.a in outputs and types.isdisjoint({0, ir.DataType.BFLOAT16}):
                 by_count = pair.pointer is not None or not types <= _FLOATS
-                self.targets[index] = replace(self.pairs[index], a=f"target//{index}", counted=by_count)
+                self.targets[index] = replace(target, counted=by_count)
 
-    def shares(
-        self, feeds: Sequence[Feed], values: Collection[str], most: int, *, restored: bool
-    ) -> tuple[dict[str, float], float]:
-        """The noise power of the outputs with each layer changed, and without a change.
-
-        Args:
-            most: so many of the values are measured.
-            restored: whether the candidate is run with a layer of the reference, and not the other way round.
-        """
-        base, other, pairs = self.reference, self.candidate, self.pairs
-        targets = {index: replace(target, dtype_b=target.dtype_a) for index, target in self.targets.items()}
-        if restored:
-            base, other, targets = other, base, self.targets
-            pairs = [replace(p, a=p.b, b=p.a, dtype_a=p.dtype_b, dtype_b=p.dtype_a) for p in pairs]
+    def shares(self, feeds: Sequence[Feed], values: Collection[str]) -> dict[str, float]:
+        """The noise power of the outputs with each layer changed, summed over the outputs."""
         # An output may also be an input or a stored tensor, which no node computes anew.
-        computed = set(computed_values(other.graph))
+        computed = set(computed_values(self.other.graph))
         index_of: dict[str, int] = {}
-        for index, pair in enumerate(pairs):
+        for index, pair in enumerate(self.pairs):
             if pair.dtype_a and pair.dtype_b and pair.b in computed:
-                index_of[self.pairs[index].a] = index
+                index_of[self.names[index]] = index
+        most, runs = LAYERS, RUNS
+        if self.restored:
+            # The converted model has more nodes to run, and this comes on top.
+            most, runs = RESTORED, RUNS // 2
         layers = [index_of[name] for name in values if name in index_of][:most]
-        if not layers or not self.targets or why_two_sessions(base, other) is not None:
-            return {}, 0.0
-        # The converted model has more nodes to run, and this comes on top.
-        runs = RUNS // 2 if restored else RUNS
+        if not layers or not self.targets:
+            return {}
         feeds = feeds[: max(1, runs // len(layers))]
-        runtime = OnnxRuntime(few_runs=True)
-        session = runtime.open(self.reference, [self.pairs[index].a for index in self.targets])
-        converted = None
-        if restored:
-            converted = runtime.open(base, [pairs[index].a for index in self.targets])
-        unchanged, size = self._unchanged(session, converted, feeds)
-        step = max(1, _NODES // len(base.graph))
+        size = self._measure_unchanged(feeds)
+        step = max(1, _NODES // len(self.base.graph))
         result: dict[str, float] = {}
         for start in range(0, len(layers), step):
             part = layers[start : start + step]
-            totals = self._totals(session, base, other, pairs, part, targets, feeds, whole=False)
+            totals = self._totals(part, feeds, whole=False)
             if totals is None or not self._trusted(totals):
                 # numpy tells a change of the size, NaN and masks. Few outputs at a time are in memory.
                 at_once = max(1, HANDED_OVER // max(size, 1))
                 totals = {}
                 for first in range(0, len(part), at_once):
                     few = part[first : first + at_once]
-                    totals |= self._totals(session, base, other, pairs, few, targets, feeds, whole=True) or {}
-            for layer in dict.fromkeys(layer for layer, _ in totals):
+                    totals |= self._totals(few, feeds, whole=True) or {}
+            noise: dict[int, dict[int, float]] = {}
+            for (layer, index), total in totals.items():
                 # Outputs that the layer does not reach stay as they are.
-                reached = {index: _share(totals[layer, index]) for index in self.targets if (layer, index) in totals}
-                result[self.pairs[layer].a] = sum({**unchanged, **reached}.values())
-        return result, sum(unchanged.values())
+                noise.setdefault(layer, dict(self.unchanged))[index] = _share(total)
+            for layer, by_output in noise.items():
+                result[self.names[layer]] = sum(by_output.values())
+        return result
 
-    def _unchanged(
-        self, reference: OrtSession, converted: OrtSession | None, feeds: Sequence[Feed]
-    ) -> tuple[dict[int, float], int]:
-        """The noise power of each output without a change, and how many bytes the outputs of a feed take.
+    @cached_property
+    def _session(self) -> OrtSession:
+        return OnnxRuntime(few_runs=True).open(self.reference, [self.names[index] for index in self.targets])
 
-        Args:
-            converted: the model that is changed; None for the reference, which has no noise.
-        """
+    def _expected(self, feed: Feed) -> dict[str, Array]:
+        """The outputs of the reference, by the names of the inputs that they are fed to."""
+        outputs = self._session.run({name: array for name, array in feed.items() if name in self._session.inputs})
+        return {target.a: outputs[self.names[index]] for index, target in self.targets.items()}
+
+    def _measure_unchanged(self, feeds: Sequence[Feed]) -> int:
+        """Measures the outputs without a change; returns how many bytes those of a feed take."""
+        session = None  # the reference has no noise
+        if self.restored:
+            session = OnnxRuntime(few_runs=True).open(self.base, [self.pairs[index].a for index in self.targets])
         totals = dict.fromkeys(self.targets, Distance())
         size = 0
         for feed in feeds:
-            expected = self._expected(reference, feed)
+            expected = self._expected(feed)
             size = max(size, sum(array.nbytes for array in expected.values()))
-            if converted is None:
+            if session is None:
                 continue
-            outputs = converted.run({name: array for name, array in feed.items() if name in converted.inputs})
+            outputs = session.run({name: array for name, array in feed.items() if name in session.inputs})
             for index, target in self.targets.items():
-                totals[index] += _distance(target, expected[target.a], outputs[self.pairs[index].b])
-        return {index: _share(total) for index, total in totals.items()}, size
-
-    def _expected(self, reference: OrtSession, feed: Feed) -> dict[str, Array]:
-        """The outputs of the reference, by the names of the inputs that they are fed to."""
-        outputs = reference.run({name: array for name, array in feed.items() if name in reference.inputs})
-        return {target.a: outputs[self.pairs[index].a] for index, target in self.targets.items()}
+                totals[index] += _distance(target, expected[target.a], outputs[self.pairs[index].a])
+        self.unchanged = {index: _share(total) for index, total in totals.items()}
+        return size
 
     def _totals(
-        self,
-        reference: OrtSession,
-        base: ir.Model,
-        other: ir.Model,
-        pairs: Sequence[Pair],
-        layers: Sequence[int],
-        targets: Mapping[int, Pair],
-        feeds: Sequence[Feed],
-        *,
-        whole: bool,
+        self, layers: Sequence[int], feeds: Sequence[Feed], *, whole: bool
     ) -> dict[tuple[int, int], Distance] | None:
-        """The distance of each output with each layer changed; None where the graph can't run."""
-        session = OnnxRuntime(few_runs=True).open(effects_graph(base, other, pairs, layers, targets, whole=whole))
+        """The distance of each output with each layer changed, by layer and output; None where the graph can't run."""
+        graph = effects_graph(self.base, self.other, self.pairs, layers, self.targets, whole=whole)
+        session = OnnxRuntime(few_runs=True).open(graph)
         totals: dict[tuple[int, int], Distance] = {}
         for feed in feeds:
-            expected = self._expected(reference, feed)
+            expected = self._expected(feed)
             arrays = {**feed, **expected}
             try:
                 results = session.run({name: arrays[name] for name in session.inputs if name in arrays})
             except StageError:
                 # A layer changes the size of an output, or of what a node behind it takes.
                 return None
-            for layer, index in _tags(results):
+            # Results have names such as `<layer>/<output>/<column>`.
+            for tag in dict.fromkeys(name.rpartition("/")[0] for name in results):
+                layer, index = map(int, tag.split("/"))
                 target = self.targets[index]
-                tag = f"{layer}/{index}"
                 if f"{tag}/b" in results:
                     total = _distance(target, expected[target.a], results[f"{tag}/b"])
                 else:
@@ -245,13 +244,6 @@ class _Trial:
         return True
 
 
-def _tags(results: Mapping[str, Array]) -> Iterator[tuple[int, int]]:
-    """The layers and outputs that were measured, from names such as `<layer>/<output>/<column>`."""
-    for tag in dict.fromkeys(name.rpartition("/")[0] for name in results):
-        layer, _, output = tag.partition("/")
-        yield int(layer), int(output)
-
-
 def _distance(target: Pair, expected: Array, actual: Array) -> Distance:
     if not target.counted or np.shape(expected) != np.shape(actual):
         return diff_arrays(expected, actual)
@@ -264,4 +256,6 @@ def _share(total: Distance) -> float:
         return math.inf
     if total.ee == 0.0:
         return 0.0
-    return total.ee / total.aa if total.aa else math.inf
+    if total.aa == 0.0:
+        return math.inf
+    return total.ee / total.aa
