@@ -63,7 +63,6 @@ def measure(work: Work, folders: Mapping[str, Path], modules: Mapping[str, Opene
     batches = iter(samples)
     first = next(batches)
     sessions, skipped = _opened(folders, modules, first)
-    notes: list[str] = []
     watch = nonfinite_outputs.Watch(folders)
     batches = data.evaluated.through(itertools.chain([first], _counted(batches, work)))
     predictions = evaluate.predict(sessions, batches, watch)
@@ -71,75 +70,66 @@ def measure(work: Work, folders: Mapping[str, Path], modules: Mapping[str, Opene
     losses = {stage: outputs.text for stage, outputs in nonfinite.items()}
     feeds = [*watch.feeds.values(), *(batch.feed for batch in data.evaluated.batches())]
     if predictions.targets is None:
-        notes.append("no metric was measured: eval_data() gives no targets")
-        return Scores((), losses, notes, nonfinite, feeds, skipped)
-    metric = evaluate.own_metric(work.task)
-    judge = _Judge(metric or accuracy, predictions, max_drop)
-    for stage in sessions:
+        note = "no metric was measured: eval_data() gives no targets"
+        return Scores((), losses, (note,), nonfinite, feeds, skipped)
+    # The metric may not see NaN: argmax takes it for a class.
+    rows, notes = _judged(evaluate.own_metric(work.task), predictions, list(sessions), max_drop, losses)
+    return Scores(rows, losses, notes, nonfinite, feeds, skipped)
+
+
+def _judged(
+    own_metric: Metric | None,
+    predictions: evaluate.Predictions,
+    stages: Sequence[str],
+    max_drop: MaxDrop | None,
+    losses: dict[str, str],
+) -> tuple[list[Mapping[str, Scalar]], list[str]]:
+    """The metric of each stage beside the one before it, and notes; losses by stage are added to `losses`."""
+    metric = own_metric or accuracy
+    outputs, targets = predictions.outputs, predictions.targets
+    rows: list[Mapping[str, Scalar]] = []
+    notes: list[str] = []
+    earlier, then = "", dict[str, float]()
+    no_interval = ""
+    for stage in stages:
         try:
-            judge.add(stage)
+            now = score(metric, outputs[stage], targets)
+            if earlier and now.keys() != then.keys():
+                names = f"{', '.join(now)} for {stage}, {', '.join(then)} for {earlier}"
+                raise TaskError(f"it gives other metrics for each model: {names}", where="metric")
         except TaskError as error:
             # The other figures stand without the metric.
-            if metric is None:
+            if own_metric is None:
                 notes.append(f"no metric was measured: the task has no metric(), and {error.what}")
             else:
                 notes.append(f"no metric was measured from {stage} on: {error.what}")
-                if judge.rows:
-                    losses.setdefault(stage, f"metric() fails on its outputs: {error.what}")
+            if own_metric is not None and rows:
+                losses.setdefault(stage, f"metric() fails on its outputs: {error.what}")
             break
-    if judge.no_interval:
-        notes.append(f"no interval of the changes: {judge.no_interval}")
-    # The metric may not see NaN: argmax takes it for a class.
-    return Scores(judge.rows, {**losses, **judge.losses}, notes, nonfinite, feeds, skipped)
-
-
-class _Judge:
-    """Computes the metric stage by stage, each beside the one before it."""
-
-    def __init__(self, metric: Metric, predictions: evaluate.Predictions, max_drop: MaxDrop | None) -> None:
-        self.rows: list[Mapping[str, Scalar]] = []
-        self.losses: dict[str, str] = {}
-        self.no_interval = ""  # why there is none
-        self._metric = metric
-        self._predictions = predictions
-        self._max_drop = max_drop
-        self._before: tuple[str, Mapping[str, float]] | None = None
-
-    def add(self, stage: str) -> None:
-        """Computes the metric of one more stage.
-
-        Raises:
-            TaskError: metric() failed, or gives other names than for the stage before.
-        """
-        now = score(self._metric, self._predictions.outputs[stage], self._predictions.targets)
-        if self._before is None:
-            self.rows += [{"stage": stage, "metric": name, "value": value} for name, value in now.items()]
-        else:
-            earlier, then = self._before
-            if now.keys() != then.keys():
-                names = f"{', '.join(now)} for {stage}, {', '.join(then)} for {earlier}"
-                raise TaskError(f"it gives other metrics for each model: {names}", where="metric")
-            self._compare(stage, now, earlier, then)
-        self._before = stage, now
-
-    def _compare(self, stage: str, now: Mapping[str, float], earlier: str, then: Mapping[str, float]) -> None:
-        outputs = self._predictions.outputs
-        certainty, self.no_interval = intervals(
-            self._metric, outputs[earlier], outputs[stage], self._predictions.targets, (then, now)
-        )
-        if self._max_drop is None:
+        lost: list[str] = []
+        certainty: Mapping[str, Interval] = {}
+        budgets: Mapping[str, Budget] = {}
+        if earlier:
+            certainty, no_interval = intervals(metric, outputs[earlier], outputs[stage], targets, (then, now))
             budgets = {name: usual(name, DEFAULT_DROP) for name in now}
-        else:
-            budgets = by_metric(self._max_drop, now)
+            if max_drop is not None:
+                budgets = by_metric(max_drop, now)
         for name, value in now.items():
-            row: dict[str, Scalar] = {"stage": stage, "metric": name, "value": value, "change": value - then[name]}
+            row: dict[str, Scalar] = {"stage": stage, "metric": name, "value": value}
+            if earlier:
+                row["change"] = value - then[name]
             interval = certainty.get(name)
             if interval is not None:
                 row |= {"low_95": -interval.high, "high_95": -interval.low, "by": interval.method}
-            self.rows.append(row)
+            rows.append(row)
             if name in budgets and _lost(budgets[name], then[name], value, interval):
-                lost = f"{name} {then[name]:.6g} -> {value:.6g}"
-                self.losses[stage] = f"{self.losses[stage]}, {lost}" if stage in self.losses else lost
+                lost.append(f"{name} {then[name]:.6g} -> {value:.6g}")
+        if lost:
+            losses[stage] = ", ".join(lost)
+        earlier, then = stage, now
+    if no_interval:
+        notes.append(f"no interval of the changes: {no_interval}")
+    return rows, notes
 
 
 def _lost(budget: Budget, before: float, after: float, interval: Interval | None) -> bool:
@@ -149,7 +139,9 @@ def _lost(budget: Budget, before: float, after: float, interval: Interval | None
     if interval is None or math.isnan(after):
         return True
     # The interval is that of before - after.
-    return interval.low > 0 if budget.word == "drop" else interval.high < 0
+    if budget.word == "drop":
+        return interval.low > 0
+    return interval.high < 0
 
 
 def _opened(
