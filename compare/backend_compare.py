@@ -19,6 +19,7 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.backends.tensorrt.builder import TensorRT
 from layerline.backends.tensorrt.engine_session import EngineSession
 from layerline.backends.tensorrt.profiles import admitting
+from layerline.compare.channel_errors import ELEMENTWISE
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.topk_indices import Pointer, pointed_at, pointers
 from layerline.compare.value_pairs import sides_of_qdq
@@ -32,24 +33,8 @@ from layerline.graph.quantization import convert
 from layerline.pipeline.errors import PipeError, StageError
 from layerline.pipeline.report import LayerDiff
 
+# Runtimes compute a product and the elementwise operator behind it in one kernel.
 _PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-_ELEMENTWISE = frozenset(
-    {
-        "Add",
-        "Clip",
-        "Div",
-        "Elu",
-        "HardSigmoid",
-        "HardSwish",
-        "LeakyRelu",
-        "Mul",
-        "PRelu",
-        "Relu",
-        "Sigmoid",
-        "Sub",
-        "Tanh",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -156,8 +141,9 @@ def compare_engine(
     rows: list[LayerDiff] = []
     for record in records:
         if record.name in distances:
-            gate = tolerance if record.name in engine.outputs else None
-            record = replace(record, **distances[record.name].measures(), tolerance=gate)
+            record = replace(record, **distances[record.name].measures(), tolerance=None)
+            if record.name in engine.outputs:
+                record = replace(record, tolerance=tolerance)
         rows.append(record)
     return tuple(rows), notes + _outside(whole)
 
@@ -225,7 +211,6 @@ def measure(model: Path, session: BackendSession, feeds: Sequence[Feed]) -> Meas
 
     Of types that ONNX Runtime's CPU lacks (float4, bfloat16) or does not round to, it runs the emulation.
     Indices (ArgMax, TopK) are measured on the values that they point at in the reference.
-    Indices (ArgMax, TopK) are measured on the values that they point at in the reference.
     """
     onnx_model = onnx_files.read_model(model)
     indices = {name: pointer for name, pointer in pointers(onnx_model.graph).items() if name in session.outputs}
@@ -292,8 +277,10 @@ def _fused_away(model: Path) -> set[str]:
     """Values between a product and the elementwise operator behind it, which a runtime never stores."""
     fused = set[str]()
     for node in onnx_files.read_model(model).graph:
-        uses = node.outputs[0].uses() if node.outputs else ()
-        if node.op_type in _PRODUCTS and [use.node.op_type in _ELEMENTWISE for use in uses] == [True]:
+        if node.op_type not in _PRODUCTS:
+            continue
+        readers = [use.node.op_type for use in node.outputs[0].uses()]
+        if len(readers) == 1 and readers[0] in ELEMENTWISE:
             fused.add(first_output(node))
     return fused
 

@@ -21,8 +21,10 @@ from layerline.pipeline.report import LayerDiff, Row, decibels
 _AXES = dict.fromkeys(("Conv", "ConvTranspose", "BatchNormalization", "InstanceNormalization", "MaxPool"), 1)
 _AXES |= dict.fromkeys(("Gemm", "MatMul", "LayerNormalization", "RMSNormalization"), -1)
 # The result has the channels of what they read.
-_ELEMENTWISE = frozenset(("Add", "Cast", "Clip", "Div", "Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul"))
-_ELEMENTWISE |= {"PRelu", "Relu", "Sigmoid", "Sub", "Tanh"}
+ELEMENTWISE = frozenset(("Add", "Cast", "Clip", "Div", "Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul"))
+ELEMENTWISE |= {"PRelu", "Relu", "Sigmoid", "Sub", "Tanh"}
+# How a column of two feeds is joined; the others are sums.
+_JOINS = {"least": np.minimum, "peak": np.maximum, "greatest": np.maximum}
 
 
 def channel_errors(
@@ -66,7 +68,10 @@ def channel_errors(
         session = runtime.open(graph)
         for feed in feeds:
             for name, array in session.run({key: feed[key] for key in session.inputs if key in feed}).items():
-                totals[name] = _joined(name, totals[name], array) if name in totals else array
+                if name in totals:
+                    join = _JOINS.get(name.rpartition("/")[2], np.add)
+                    array = join(totals[name], array)
+                totals[name] = array
     except (StageError, ValueError):
         # Another shape in the candidate, or a number of channels that differs from feed to feed.
         return []
@@ -77,16 +82,6 @@ def channel_errors(
         greatest_weights = _greatest_weights(values[record.name].producer(), len(columns["aa"]))
         rows += _rows(record, axis, columns, greatest_weights)[:most]
     return rows
-
-
-def _joined(name: str, total: Array, array: Array) -> Array:
-    """The column of two feeds together."""
-    column = name.rpartition("/")[2]
-    if column == "least":
-        return np.minimum(total, array)
-    if column in ("peak", "greatest"):
-        return np.maximum(total, array)
-    return np.add(total, array)
 
 
 def _rows(record: LayerDiff, axis: int, columns: Mapping[str, Array], greatest_weights: Array | None) -> list[Row]:
@@ -121,22 +116,25 @@ def _place(row: Row) -> tuple[float, float]:
 
 def _axis(node: ir.Node | None, rank: int) -> int:
     """The axis of a value that counts its channels, from the operator behind it."""
-    while node is not None and node.op_type in _ELEMENTWISE:
+    while node is not None and node.op_type in ELEMENTWISE:
         makers = [value.producer() for value in node.inputs if value is not None]
         node = next(filter(None, makers), None)
     if node is not None and node.op_type in _AXES:
         return _AXES[node.op_type] % rank
     # Images have their channels second, sequences and tables last.
-    return 1 if rank > 3 else rank - 1
+    if rank > 3:
+        return 1
+    return rank - 1
 
 
 def _greatest_weights(node: ir.Node | None, channels: int) -> Array | None:
     """The greatest magnitude of the weights of each output channel; None for a layer without a stored weight."""
-    tensor = None if node is None or len(node.inputs) < 2 else stored_tensor(node.inputs[1])
-    if node is None or tensor is None or len(tensor.shape) < 2 or not tensor.size:
+    if node is None or node.op_type not in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
         return None
-    weight = tensor.numpy()
-    if node.op_type not in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
+    tensor = stored_tensor(node.inputs[1])
+    if tensor is None or len(tensor.shape) < 2 or not tensor.size:
         return None
-    greatest = np.abs(rows_by_output(node, weight)).max(axis=1)
-    return greatest if len(greatest) == channels else None
+    greatest: Array = np.abs(rows_by_output(node, tensor.numpy())).max(axis=1)
+    if len(greatest) != channels:
+        return None
+    return greatest

@@ -130,9 +130,10 @@ def _rows(
             measures = total.measures() | _gate(pair, total, distances, tolerances)
             measures["extra"] = total.flags
             if comparison.isolated and pair.pointer is None:
-                # NaN or Inf on one side only: no finite figure describes that.
-                decibels = -math.inf if alone.one_sided else alone.sqnr_db
-                measures["extra"] = total.flags | {OWN: decibels}
+                own = alone.sqnr_db
+                if alone.one_sided:
+                    own = -math.inf  # NaN or Inf on one side only: no finite figure describes that
+                measures["extra"] = total.flags | {OWN: own}
         dtype, shape = comparison.types[pair.a]
         op, module = ops.get(pair.a, "Input"), module_paths.get(pair.a, "")
         rows.append(LayerDiff(name=pair.a, op=op, module=module, dtype=dtype, shape=shape, **measures))
@@ -156,8 +157,9 @@ def _gate(
     """The tolerance of a row, and the measure that it bounds."""
     if total.mismatch:
         return {"tolerance": 0.0}
-    data = pair.pointer.data if pair.pointer else ""
-    if data in by_name and not tolerances.keys().isdisjoint({pair.a, data}):
-        # A right index can be off by no more than both sides' data moving towards each other.
-        return {"judged": "max_abs", "tolerance": 2.0 * by_name[data].peak * (1 + 1e-9)}
+    if pair.pointer is not None:
+        data = pair.pointer.data
+        if data in by_name and not tolerances.keys().isdisjoint({pair.a, data}):
+            # A right index can be off by no more than both sides' data moving towards each other.
+            return {"judged": "max_abs", "tolerance": 2.0 * by_name[data].peak * (1 + 1e-9)}
     return {"tolerance": tolerances.get(pair.a)}

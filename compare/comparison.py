@@ -66,7 +66,9 @@ class Comparison:
     def measure(self, feed: Feed) -> list[tuple[Distance, Distance]]:
         """The distance of each pair on one feed: cumulative, and isolated (zero where not wanted)."""
         self.measured += 1
-        distances = self._joint(feed) if self.one_graph else None
+        distances = None
+        if self.one_graph:
+            distances = self._joint(feed)
         if distances is None:
             return self._by_hand(feed)
         doubtful = set[int]()
@@ -85,7 +87,7 @@ class Comparison:
             total = distances[i][0]
             elements = total.count + total.masked + total.nonfinite_a
             # Four bytes an element, two sides, and two more where the layers are measured alone as well.
-            size = elements * (16 if self.isolated else 8)
+            size = 8 * elements * (1 + self.isolated)
             if size > room:
                 self._runs.append(set())
                 room = HANDED_OVER

@@ -62,7 +62,9 @@ def joint(
             continue
         other = outer.get(pair.b, B + pair.b)
         if axes is not None:
-            alone = ISOLATED + pair.b if pair.b in computed_b else other
+            alone = other
+            if pair.b in computed_b:
+                alone = ISOLATED + pair.b
             measures.by_channel(str(i), pair, (other, alone), axes[i])
             continue
         measures.add(str(i), pair, other, whole=i in whole)

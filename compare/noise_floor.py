@@ -29,5 +29,7 @@ def save(folder: Path, floors: Mapping[str, float]) -> None:
 def load(folder: Path) -> dict[str, float]:
     """The floors by value name; none where the model did not come from torch."""
     path = folder / FILE
-    floors: dict[str, float] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    floors: dict[str, float] = {}
+    if path.is_file():
+        floors = json.loads(path.read_text("utf-8"))
     return floors

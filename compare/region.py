@@ -110,7 +110,9 @@ def show(cut: ir.Model, runs: Sequence[tuple[Feed, Array | None]], folder: Path,
     greatest = -1.0
     for inputs, expected in runs:
         [seen] = session.run(inputs).values()
-        distance = Distance() if expected is None else diff_arrays(expected, seen)
+        distance = Distance()
+        if expected is not None:
+            distance = diff_arrays(expected, seen)
         error = distance.rel_l2 + distance.one_sided
         if error > greatest:
             greatest, worst, right = error, inputs, expected
@@ -167,8 +169,8 @@ def region(
     graph = view.clone()
     for node in graph:
         for each in node.outputs:
-            each.shape = each.shape if declared else None
-            each.type = each.type if declared else None
+            if not declared:
+                each.shape = each.type = None
     for each in (*graph.inputs, *graph.outputs):
         dtype, shape = types[each.name or ""]
         each.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))

@@ -51,11 +51,15 @@ class Distance:
 
     @property
     def max_abs(self) -> float:
-        return math.inf if self.mismatch else self.peak
+        if self.mismatch:
+            return math.inf
+        return self.peak
 
     @property
     def mean_abs(self) -> float:
-        return math.inf if self.mismatch else self.l1 / max(self.count, 1)
+        if self.mismatch:
+            return math.inf
+        return self.l1 / max(self.count, 1)
 
     @property
     def rel_l2(self) -> float:
@@ -77,7 +81,9 @@ class Distance:
 
     @property
     def sqnr_db(self) -> float | None:
-        return None if self.mismatch else decibels(self.aa, self.ee)
+        if self.mismatch:
+            return None
+        return decibels(self.aa, self.ee)
 
     @property
     def flags(self) -> dict[str, Scalar]:
@@ -109,7 +115,10 @@ def diff_arrays(a: Any, b: Any) -> Distance:
         return Distance(mismatch="absent on one side")
     if isinstance(a, Sequence) and not isinstance(a, str):
         if not isinstance(b, Sequence) or len(a) != len(b):
-            return Distance(mismatch=f"a sequence of {len(a)} against {_kind(b)}")
+            other = type(b).__name__
+            if isinstance(b, Sequence):
+                other = f"a sequence of {len(b)}"
+            return Distance(mismatch=f"a sequence of {len(a)} against {other}")
         return sum((diff_arrays(x, y) for x, y in zip(a, b, strict=True)), Distance())
     x, y = np.asarray(a), np.asarray(b)
     if x.dtype.kind == "c" or y.dtype.kind == "c":
@@ -208,7 +217,3 @@ def _block(x: Array, y: Array, exact: bool) -> Distance:
     same = (np.isnan(a) & np.isnan(b)) | (a == b)
     counted = Distance(nonfinite_a=int(bad_a.sum()), nonfinite_b=int(bad_b.sum()), one_sided=int((bad & ~same).sum()))
     return _block(a[~bad], b[~bad], False) + counted
-
-
-def _kind(value: Any) -> str:
-    return f"a sequence of {len(value)}" if isinstance(value, Sequence) else type(value).__name__

@@ -120,7 +120,9 @@ def steps(graph: ir.Graph) -> Steps:
         if not (jumps or carries):
             continue
         # The second input of a Reshape is a shape.
-        inputs = node.inputs[:1] if node.op_type in _CARRIERS else node.inputs
+        inputs = node.inputs
+        if node.op_type in _CARRIERS:
+            inputs = inputs[:1]
         by_value[first_output(node)] = Step(op=node.op_type, inputs=tuple(names(inputs)), to=to)
         for value in inputs:
             tensor = stored_tensor(value)
@@ -154,8 +156,10 @@ def blamed(rows: Sequence[LayerDiff], graph: ir.Graph) -> tuple[LayerDiff, ...]:
         jump = (
             f"{nearest.extra['flips']} elements of {nearest.name} ({nearest.op}) lie on the other side of a threshold"
         )
-    explained = replace(first, extra={**first.extra, "cause": f"it follows from a jump: {jump}"})
-    return tuple(explained if row is first else row for row in rows)
+    explained = list(rows)
+    extra = {**first.extra, "cause": f"it follows from a jump: {jump}"}
+    explained[explained.index(first)] = replace(first, extra=extra)
+    return tuple(explained)
 
 
 def behind(graph: ir.Graph, value: str, wanted: Iterable[str]) -> list[str]:

@@ -36,7 +36,9 @@ def pointers(graph: ir.Graph) -> dict[str, Pointer]:
     """Every value of the graph that holds indices into another one, by name."""
     by_value: dict[str | None, Pointer] = {}
     for node in graph:
-        data = name_of(node.inputs[0]) if node.inputs else None
+        if not node.inputs:
+            continue
+        data = name_of(node.inputs[0])
         if node.op_type in {"ArgMax", "ArgMin"}:
             by_value[node.outputs[0].name] = Pointer(data=data or "", axis=node.attributes.get_int("axis", 0))
         elif node.op_type == "TopK" and len(node.outputs) > 1:
