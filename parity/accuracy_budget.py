@@ -148,7 +148,9 @@ class Evaluation:
     def refuse_unknown(self, model: ir.Model, max_drop: MaxDrop | None) -> None:
         """Refuses a budget without eval_data(), or for a metric that metric() does not give for its first batch."""
         refuse_unmeasured(max_drop, has_data=self._data.task.has("eval_data"))
-        samples = self._data.evaluation() if isinstance(max_drop, Mapping) else None
+        if not isinstance(max_drop, Mapping):
+            return
+        samples = self._data.evaluation()
         if samples is None:
             return
         few = evaluate.predict({"float": OnnxRuntime().open(model)}, [next(iter(samples))])
@@ -175,9 +177,11 @@ class Evaluation:
         self._held = self._last
 
     def _predict(self, converted: Converted) -> Predictions | None:
-        samples = None if self.why else self._data.evaluation()
+        if self.why:
+            return None
+        samples = self._data.evaluation()
         if samples is None:
-            self.why = self.why or "the task has no eval_data()"
+            self.why = "the task has no eval_data()"
             return None
         runtime = OnnxRuntime()
         sessions = {"result": runtime.open(converted.measured)}
@@ -246,7 +250,9 @@ def measure(
     metrics: dict[str, Scalar] = {}
     rows: list[dict[str, Scalar]] = []
     gates: list[Gate] = []
-    notes = [f"no interval for the metrics: {why}"] if why else []
+    notes: list[str] = []
+    if why:
+        notes.append(f"no interval for the metrics: {why}")
     for name in after:
         metrics[name] = after[name]
         metrics[f"{name}_float"] = before[name]
@@ -291,7 +297,9 @@ def _gate(
         expected += f", {budget.allowed(before):.3g}"
     seen = f"{before:.6g} -> {after:.6g}"
     if interval is not None:
-        ends = (interval.low, interval.high) if budget.word == "drop" else (-interval.high, -interval.low)
+        ends = (interval.low, interval.high)
+        if budget.word != "drop":
+            ends = (-interval.high, -interval.low)
         seen += f", a {budget.word} of {budget.loss(before, after):.3g} (95 % interval {ends[0]:.3g} to {ends[1]:.3g}"
         if interval.p_value is not None:
             seen += f", McNemar's p {interval.p_value:.2g}"
@@ -325,21 +333,19 @@ def _remedy(records: Sequence[LayerDiff]) -> str:
     column, what = OWN, "these layers lose most by themselves"
     if any(GAIN in record.extra for record in records):
         order, column, what = "gain", GAIN, "the outputs gain most with one of these layers in float"
-    measured: list[LayerDiff] = []
+    worst: dict[str, str] = {}
     for record in sorted(records, key=lambda record: record.severity_by(order)):
         figure = record.extra.get(column)
         # Without an error there is nothing to keep float, nor where the outputs lose by it.
-        if isinstance(figure, int | float) and (figure > 0 if column == GAIN else figure < math.inf):
-            measured.append(record)
-    worst = measured[:3]
+        if not isinstance(figure, int | float) or figure == math.inf or (order == "gain" and figure <= 0):
+            continue
+        if not worst and order == "gain" and figure < LITTLE:
+            return f"the outputs gain at most {figure:.1f} dB by one layer in float: pipe why looks for another cause"
+        worst[record.name] = f"{record.name} in {record.where} ({figure:.1f} dB)"
+        if len(worst) == 3:
+            break
     if not worst:
         return "try another calibrator or more samples"
-    names = json.dumps([record.name for record in worst], ensure_ascii=False)
-    greatest = worst[0].extra[column]
-    if order == "gain" and isinstance(greatest, int | float) and greatest < LITTLE:
-        return f"the outputs gain at most {greatest:.1f} dB by one layer in float: pipe why looks for another cause"
-    listed = ", ".join(f"{record.name} in {record.where} ({record.extra[column]:.1f} dB)" for record in worst)
-    return (
-        f"{what}: {listed}; keep them float with `skip: {names}` under quantize, or see all: "
-        f"pipe diff quantize --sort {order}"
-    )
+    names = json.dumps(list(worst), ensure_ascii=False)
+    keep = f"keep them float with `skip: {names}` under quantize, or see all: pipe diff quantize --sort {order}"
+    return f"{what}: {', '.join(worst.values())}; {keep}"

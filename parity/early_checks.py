@@ -87,7 +87,9 @@ def traced(call: Call, axes: Axes, opset: int, root: Path) -> tuple[Signature, s
         StageError: the model can't be exported; as the export stage tells it.
     """
     args, kwargs = call.arguments(call.feed)
-    shapes = call.shapes(axes.specs()) if axes.names else None
+    shapes = None
+    if axes.names:
+        shapes = call.shapes(axes.specs())
     names = {name for name, _ in call.module.named_modules() if name}
     # Patterns of later stages may mean values, modules or weights.
     names |= {name for name, _ in call.module.named_parameters()}

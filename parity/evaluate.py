@@ -17,10 +17,12 @@ BATCH = 16
 
 def own_metric(task: Task) -> Metric | None:
     """The task's metric(); None where it has none."""
-    return task.get("metric") if task.has("metric") else None
+    if not task.has("metric"):
+        return None
+    return task.get("metric")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Predictions:
     """The outputs of models for the same samples."""
 
@@ -43,6 +45,7 @@ def predict(
     Raises:
         TaskError: outputs or targets that cannot be joined.
     """
+    # By model and batch, one array an output.
     outputs: dict[str, list[list[Array]]] = {name: [] for name in sessions}
     targets: list[Any] = []
     slices: list[Array] = []
@@ -56,10 +59,12 @@ def predict(
             outputs[name].append([batch.real(results[output]) for output in session.outputs])
         if watch is not None:
             watch(batch, {name: by_batch[-1] for name, by_batch in outputs.items()})
-    all_outputs = {name: _joined_outputs(by_batch) for name, by_batch in outputs.items()}
-    all_targets = joined(targets, "targets") if targets else None
-    all_slices = joined(slices, "slices") if slices else None
-    return Predictions(outputs=all_outputs, targets=all_targets, slices=all_slices)
+    predictions = Predictions({name: _joined_outputs(by_batch) for name, by_batch in outputs.items()}, None)
+    if targets:
+        predictions.targets = joined(targets, "targets")
+    if slices:
+        predictions.slices = joined(slices, "slices")
+    return predictions
 
 
 def _joined_outputs(by_batch: list[list[Array]]) -> Array | tuple[Array, ...]:

@@ -134,7 +134,9 @@ def start_of_difference(rows: Sequence[LayerDiff]) -> list[str]:
     elif row.one_sided:
         why = f"{row.one_sided} one-sided NaN or Inf"
     else:
-        allowance = "its floor" if row.judged == "rel_l2" else "what rtol and atol allow"
+        allowance = "what rtol and atol allow"
+        if row.judged == "rel_l2":
+            allowance = "its floor"
         why = f"relative L2 {row.rel_l2:.1e} is {row.extra['ratio']:.1f} times {allowance}"
     notes = [f"it starts at {row.name} ({where}): {why}; `pipe debug export` writes the smallest model that shows it"]
     if row.extra.get("cause"):

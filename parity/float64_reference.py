@@ -136,10 +136,7 @@ class _Double(_Plain):
     """Asks for float64 wherever the program asks for another floating-point type."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        def wide(value: Any) -> Any:
-            return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
-
-        args, kwargs = pytree.tree_map(wide, (args, dict(kwargs)))
+        args, kwargs = pytree.tree_map_only(torch.dtype, lambda dtype: _WIDE.get(dtype, dtype), (args, dict(kwargs)))
         return super().call_function(target, args, kwargs)
 
 
@@ -152,10 +149,7 @@ def _run(interpreter: fx.Interpreter, node: fx.Node) -> Any:
 
 
 def _widened(value: Any) -> Any:
-    def wide(leaf: Any) -> Any:
-        return leaf.to(_WIDE.get(leaf.dtype, leaf.dtype)) if isinstance(leaf, Tensor) else leaf
-
-    return pytree.tree_map(wide, value)
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(_WIDE.get(leaf.dtype, leaf.dtype)), value)
 
 
 class Rounded:
@@ -199,7 +193,11 @@ class Rounded:
         onnx = tensor(self._onnx_values[feed][value]).double()
         if onnx.shape != exact.shape or not exact.numel():
             return
-        step = scale if isinstance(scale, float) else single[scale].double()  # type: ignore[index]
+        step: float | Tensor
+        if isinstance(scale, float):
+            step = scale
+        else:
+            step = single[scale].double()  # type: ignore[index]
         if node.target is PER_CHANNEL and isinstance(step, Tensor):
             shape = [1] * exact.ndim
             shape[int(node.args[3])] = -1  # type: ignore[arg-type]

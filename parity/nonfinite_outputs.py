@@ -39,8 +39,6 @@ class NonFinite:
 class Watch:
     """Looks at the outputs of all stages batch by batch, for NaN and Inf that the stage before does not have.
 
-    Inf of the first stage is no fault: a model may mask its outputs with it.
-
     Args:
         folders: the artifact of each stage, in order.
     """
@@ -58,14 +56,18 @@ class Watch:
         for stage, arrays in outputs.items():
             nan = _samples_with(np.isnan, arrays)
             bad = nan | _samples_with(np.isinf, arrays)
+            # Inf of the first stage is no fault: a model may mask its outputs with it.
             new = nan
-            if before is not None:
-                new = bad & ~before if len(before) == len(bad) else np.zeros_like(bad)
+            if before is not None and len(before) == len(bad):
+                new = bad & ~before
+            elif before is not None:
+                new = np.zeros_like(bad)
             before = bad
             if new.any():
                 self._counts[stage] = self._counts.get(stage, 0) + int(new.sum())
                 self.feeds.setdefault(stage, batch.feed)
-        self._samples += 0 if before is None else len(before)
+        if before is not None:
+            self._samples += len(before)
 
     def by_stage(self) -> dict[str, NonFinite]:
         """What each stage did, in the order of the stages."""
@@ -84,7 +86,9 @@ class Watch:
 def _samples_with(test: Any, arrays: Any) -> Mask:
     """Whether any element of a sample's outputs passes the test."""
     rows: list[npt.NDArray[Any]] = [array for array in leaves(arrays) if np.ndim(array)]
-    result = np.zeros(len(rows[0]) if rows else 0, bool)
+    if not rows:
+        return np.zeros(0, bool)
+    result = np.zeros(len(rows[0]), bool)
     for array in rows:
         if np.issubdtype(array.dtype, np.inexact) and len(array) == len(result):
             result |= test(array).reshape(len(array), -1).any(axis=1)

@@ -55,10 +55,13 @@ def compare(stage: str, name: str, work: Work) -> Report:
     for metric, figure in by_session.get("candidate", {}).items():
         metrics[metric] = figure
         metrics[f"{metric}_reference"] = by_session["reference"][metric]
+    candidate = f"onnx on {name}"
+    if isinstance(backend, OnnxRuntime):
+        candidate += ", default session"
     return Report(
         stage=stage,
         reference="onnx on onnxruntime (as written)",
-        candidate=f"onnx on {name}" + (", default session" if isinstance(backend, OnnxRuntime) else ""),
+        candidate=candidate,
         records=records,
         metrics=metrics,
         notes=tuple(notes),

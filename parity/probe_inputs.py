@@ -252,11 +252,12 @@ class Prober:
     def _find_steps(self) -> None:
         """Tries which step forward() needs on each axis without a declared one: five halvings need 32."""
         for name, bounds in self.axes.bounds.items():
-            step = 1 if bounds.step > 1 else self._step(name, bounds)
+            if bounds.step > 1:  # declared
+                continue
+            step = self._step(name, bounds)
             if step > 1:
-                self.axes = replace(
-                    self.axes, bounds={**self.axes.bounds, name: bounds.model_copy(update={"multiple": step})}
-                )
+                stepped = bounds.model_copy(update={"multiple": step})
+                self.axes = replace(self.axes, bounds={**self.axes.bounds, name: stepped})
                 self.notes.append(
                     f"forward() itself takes {name} in steps of {step}, found by trial: `multiple: {step}` declares it"
                 )
@@ -319,7 +320,9 @@ class Prober:
     def _refused(self, name: str, size: int, why: str) -> None:
         """Notes a size that forward() refuses. Raises ConfigError if the size is within declared bounds."""
         bounds = self.axes.bounds[name]
-        declared = bounds.max if size > self._example[name] else bounds.min
+        declared = bounds.min
+        if size > self._example[name]:
+            declared = bounds.max
         if declared is not None:
             raise size_refused(self.axes, name, size, why)
         self._note_refused(name, size, why)
@@ -354,7 +357,9 @@ class Prober:
                 # Around the example's values, with negative ones if the type is signed; not up to the type's own
                 # maximum: a forward() that adds one must not overflow.
                 greatest = min(max(int(array.max()), 4), int(np.iinfo(array.dtype).max) - 1)
-                least = -greatest if array.dtype.kind == "i" else 0
+                least = 0
+                if array.dtype.kind == "i":
+                    least = -greatest
                 label, feed = drawn_over(self.call.feed, {name: (least, greatest)}, rng)
                 yield from self._optional(label, feed, "; declare its range to have it probed")
         for label, feed in padded_masks.feeds(self.call.feed, self.integers):

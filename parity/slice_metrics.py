@@ -51,7 +51,9 @@ def by_slice(metric: Metric, predictions: Predictions, budgets: Mapping[str, Bud
             row |= {"float": before[each], "converted": after[each], "change": after[each] - before[each]}
             losses.append((loss, row))
     losses.sort(key=lambda item: (-item[0], str(item[1]["metric"])))
-    sentence = f"metric() gives nothing for {left_out} of {len(names)} slices" if left_out else ""
+    sentence = ""
+    if left_out:
+        sentence = f"metric() gives nothing for {left_out} of {len(names)} slices"
     return [row for _, row in losses], sentence
 
 
@@ -67,7 +69,9 @@ def flipped(intervals: Mapping[str, Interval], predictions: Predictions) -> tupl
             continue
         change = interval.after - interval.before
         for index in sorted(np.flatnonzero(change).tolist(), key=lambda i: (change[i], i)):
-            row: Row = {"sample": index, "metric": name, "became": "right" if change[index] > 0 else "wrong"}
+            row: Row = {"sample": index, "metric": name, "became": "wrong"}
+            if change[index] > 0:
+                row["became"] = "right"
             if slices is not None:
                 row["slice"] = slices[index].item()
             rows.append(row)
@@ -85,5 +89,8 @@ def _slices(predictions: Predictions) -> Any:
             return None
         slices = targets
     outputs = predictions.outputs["result"]
-    samples = len(outputs[0] if isinstance(outputs, tuple) else outputs)
-    return slices if slices.shape == (samples,) else None
+    if isinstance(outputs, tuple):
+        outputs = outputs[0]
+    if slices.shape != (len(outputs),):
+        return None
+    return slices

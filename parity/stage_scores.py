@@ -132,6 +132,15 @@ def _judged(
     return rows, notes
 
 
+def _row(stage: str, name: str, value: float, before: float | None, interval: Interval | None) -> dict[str, Scalar]:
+    row: dict[str, Scalar] = {"stage": stage, "metric": name, "value": value}
+    if before is not None:
+        row["change"] = value - before
+    if interval is not None:
+        row |= {"low_95": -interval.high, "high_95": -interval.low, "by": interval.method}
+    return row
+
+
 def _lost(budget: Budget, before: float, after: float, interval: Interval | None) -> bool:
     """Whether the loss is beyond the budget, and more than noise."""
     if budget.passes(before, after) or math.isnan(before):

@@ -214,7 +214,9 @@ class Tally:
         single, double, onnx = resolved(self._pointers.get(value), onnx_values, sides)
         if value in self._pointers:
             self._index_noise[value] = self._index_noise[value] + diff_arrays(double, single)
-        truth = single if self.rule else double
+        truth = double
+        if self.rule:
+            truth = single
         truth, flips = self._excuse_flips(value, truth, onnx, onnx_values)
         if flips:
             self._flips[value] += flips
@@ -250,13 +252,16 @@ class Tally:
             # Scaled so that max_abs meets the bound exactly when every element keeps the rule.
             bound = error.max_abs / used if used > 0 else self.rule.atol
             return error.measures() | {"judged": "max_abs", "tolerance": bound, "extra": extra | {"ratio": used}}
+        bound = noise_floor.tolerance(floor)
         # Integers and booleans have no rounding; indices are measured on the numbers they point at.
-        exact = value not in self._pointers and np.dtype(dtype).kind in "iub"
-        bound = noise_floor.MULTIPLE * floor if exact else noise_floor.tolerance(floor)
+        if value not in self._pointers and np.dtype(dtype).kind in "iub":
+            bound = noise_floor.MULTIPLE * floor
         # How many times its floor the error is: MULTIPLE where it meets the bound.
-        ratio = math.inf if error.rel_l2 else 0.0
+        ratio = 0.0
         if bound:
             ratio = noise_floor.MULTIPLE * error.rel_l2 / bound
+        elif error.rel_l2:
+            ratio = math.inf
         extra |= {"floor": floor, "ratio": ratio}
         return error.measures() | {"tolerance": bound, "extra": extra}
 
@@ -289,9 +294,11 @@ def long_sums(program: ExportedProgram) -> dict[str, float]:
             continue
         # An error does not shrink on the way: what is computed from a long sum has its error as well.
         inherited = max((errors[n.name] for n in node.all_input_nodes), default=0.0)
-        terms = _terms(node) if node.op == "call_function" else 0
-        added = math.sqrt(terms) * _STEP if terms >= LONG else 0.0
-        errors[node.name] = max(added, inherited)
+        errors[node.name] = inherited
+        if node.op == "call_function":
+            terms = _terms(node)
+            if terms >= LONG:
+                errors[node.name] = max(math.sqrt(terms) * _STEP, inherited)
     return errors
 
 
@@ -306,7 +313,8 @@ def _terms(node: fx.Node) -> float:
         return math.prod(shape) / max(math.prod(_shape(node.meta["val"])), 1)
     if name in _ALONG and shape:
         axis = node.args[1]
-        return shape[axis] if isinstance(axis, int) else 0
+        if isinstance(axis, int):
+            return shape[axis]
     if name == "layer_norm":
         sizes = node.args[1]
         if not isinstance(sizes, list | tuple):
@@ -314,7 +322,9 @@ def _terms(node: fx.Node) -> float:
         return math.prod(s for s in sizes if isinstance(s, int))
     if name == "group_norm" and isinstance(node.args[1], int):
         return math.prod(shape[1:]) / node.args[1]
-    return math.prod(shape[2:]) if name == "instance_norm" else 0
+    if name == "instance_norm":
+        return math.prod(shape[2:])
+    return 0
 
 
 def _shape(value: Any) -> tuple[int, ...]:
