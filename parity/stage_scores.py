@@ -106,7 +106,6 @@ def _judged(
             if own_metric is not None and rows:
                 losses.setdefault(stage, f"metric() fails on its outputs: {error.what}")
             break
-        lost: list[str] = []
         certainty: Mapping[str, Interval] = {}
         budgets: Mapping[str, Budget] = {}
         if earlier:
@@ -114,15 +113,10 @@ def _judged(
             budgets = {name: usual(name, DEFAULT_DROP) for name in now}
             if max_drop is not None:
                 budgets = by_metric(max_drop, now)
+        lost = []
         for name, value in now.items():
-            row: dict[str, Scalar] = {"stage": stage, "metric": name, "value": value}
-            if earlier:
-                row["change"] = value - then[name]
-            interval = certainty.get(name)
-            if interval is not None:
-                row |= {"low_95": -interval.high, "high_95": -interval.low, "by": interval.method}
-            rows.append(row)
-            if name in budgets and _lost(budgets[name], then[name], value, interval):
+            rows.append(_row(stage, name, value, then.get(name), certainty.get(name)))
+            if name in budgets and _lost(budgets[name], then[name], value, certainty.get(name)):
                 lost.append(f"{name} {then[name]:.6g} -> {value:.6g}")
         if lost:
             losses[stage] = ", ".join(lost)
