@@ -16,7 +16,7 @@ from typer import Option
 from layerline import __version__
 from layerline.pipeline import process_env
 from layerline.pipeline.errors import PipeError
-from layerline.pipeline.inputs.untrusted import launched
+from layerline.pipeline.untrusted import launched
 from layerline.views import exit_codes
 from layerline.views import options as opt
 from layerline.views.exit_codes import print_json, say
@@ -164,7 +164,7 @@ def check(shared: Shared) -> None:
 
     Calls every hook on two samples and looks up every name of pipe.yaml in the model.
     """
-    from layerline.pipeline.check import check_and_remember
+    from layerline.pipeline.run.check import check_and_remember
     from layerline.views import terminal
 
     shared.project.require_task()
@@ -218,7 +218,7 @@ def status(shared: Shared) -> None:
     """Show which stages are fresh, which would run, and why."""
     from layerline.pipeline.commands import lookup
     from layerline.pipeline.records import run_lock
-    from layerline.pipeline.runner import BROKEN_OFF
+    from layerline.pipeline.run.runner import BROKEN_OFF
     from layerline.views import json_output, terminal
 
     shared.project.require_task()
@@ -273,7 +273,7 @@ def diff(
     docs/cli.md and the page of `pipe report` explain the columns.
     """
     from layerline.pipeline.commands import diff_on, lookup
-    from layerline.pipeline.debug import refuse_used
+    from layerline.pipeline.commands.debug import refuse_used
     from layerline.pipeline.report import CHANNELS
     from layerline.views import json_output, screen, selection, tables, terminal
 
@@ -331,8 +331,8 @@ def why(shared: Shared, run_id: opt.RunId = None, try_it: opt.Try = False, repro
     Evaluates what each stage of the newest run left, or of the run given with --run. --try runs the stages again with
     the advised --set; pipe.yaml stays as it is.
     """
-    from layerline.pipeline import why as reasons
-    from layerline.pipeline.debug import refuse_used
+    from layerline.pipeline.accuracy import why as reasons
+    from layerline.pipeline.commands.debug import refuse_used
     from layerline.views import json_output, terminal
 
     project = shared.project
@@ -448,7 +448,7 @@ def plan(shared: Shared, what: opt.Planned = "quantize", beside: opt.PlanDiff = 
 @_command
 def debug(shared: Shared, stage: opt.Debugged, output: opt.DebugFolder = None) -> None:
     """Find where export or fuse fails, and write a minimal model of it."""
-    from layerline.pipeline.debug import debug as find
+    from layerline.pipeline.commands.debug import debug as find
     from layerline.views import json_output, screen, terminal
 
     target = (output or Path(f"debug-{stage}")).resolve()

@@ -26,7 +26,7 @@ from layerline.pipeline import stage_table
 from layerline.pipeline.config import project
 from layerline.pipeline.files import sha256
 from layerline.pipeline.report import Report
-from layerline.pipeline.runner import Runner
+from layerline.pipeline.run.runner import Runner
 from layerline.pipeline.stage import Stage, Work
 from layerline.views.terminal import Silent
 

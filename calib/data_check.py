@@ -11,9 +11,10 @@ import numpy as np
 from layerline.calib.samples import Array, Batch, Input, Samples
 from layerline.pipeline.config.budgets import MaxDrop, by_metric, least_drop, refuse_unmeasured
 from layerline.pipeline.errors import TaskError
-from layerline.pipeline.inputs.batches import form, leaves, mapped, outlined
+from layerline.pipeline.inputs.batches import form, leaves, mapped
 from layerline.pipeline.inputs.metric import accuracy, joined, score
 from layerline.pipeline.inspection import Inspection
+from layerline.pipeline.outline import outlined
 
 FEW, MORE = 2, 64
 """Samples that the metric is tried on. Where it raises on FEW, as one over pairs or classes may, MORE are tried."""

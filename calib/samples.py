@@ -19,14 +19,13 @@ from layerline.pipeline.inputs.batches import (
     answers,
     collate,
     form,
-    is_array,
     leaves,
     mapped,
-    outlined,
     rows,
     with_arrays,
 )
 from layerline.pipeline.inputs.input_checks import checked_cast
+from layerline.pipeline.outline import is_array, outlined
 
 Array = npt.NDArray[Any]
 Positions = npt.NDArray[np.int64]

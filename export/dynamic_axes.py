@@ -15,8 +15,8 @@ from layerline.export.probe_files import resized
 from layerline.graph.analysis.ir_queries import graph_values
 from layerline.pipeline.config.field_types import Axis
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.pipeline.inputs.untrusted import is_number
 from layerline.pipeline.nearest import did_you_mean
+from layerline.pipeline.untrusted import is_number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from layerline.backends.base import Array
 from layerline.calib.samples import Batch
 from layerline.parity.evaluate import Predictions
 from layerline.pipeline.errors import TaskError
-from layerline.pipeline.inputs.untrusted import printable
 from layerline.pipeline.report import Scalar
 from layerline.pipeline.task import Task
+from layerline.pipeline.untrusted import printable
 
 MOST = 12  # samples
 SIDE = 64  # pixels of a picture's longer side; of a larger image every second, third, … pixel is shown

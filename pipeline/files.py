@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.inputs.untrusted import is_digest, open_file, printable, read_json
+from layerline.pipeline.untrusted import is_digest, open_file, printable, read_json
 
 if sys.platform == "linux":
     import fcntl

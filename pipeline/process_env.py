@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from layerline.pipeline.inputs.untrusted import is_number, printable
+from layerline.pipeline.untrusted import is_number, printable
 
 INTERRUPTED = "interrupted; what was finished is kept, and the same command goes on from there"
 _RECURSION = sys.getrecursionlimit()

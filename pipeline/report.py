@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 
 from layerline.pipeline.errors import StageError
-from layerline.pipeline.inputs.untrusted import parse_json
+from layerline.pipeline.untrusted import parse_json
 
 # JSON has no Inf and NaN; they travel as these strings so that any reader can parse the file.
 _NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}

@@ -10,7 +10,6 @@ from typing import ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from layerline.pipeline.inputs.validation_errors import field_paths
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Report
 from layerline.pipeline.task import Task
@@ -98,8 +97,8 @@ class Stage(BaseModel):
 
     @classmethod
     def written(cls) -> list[tuple[str, ...]]:
-        """Paths of the fields as people may write them: hints name them."""
-        return list(field_paths(cls))
+        """Paths of the fields as people may write them, where that is not the fields as they are: hints name them."""
+        return []
 
     def hooks(self) -> tuple[str, ...]:
         """The hooks this configuration calls: `uses`, unless a field turns one on or off."""

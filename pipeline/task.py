@@ -27,8 +27,8 @@ from typing import Any, ClassVar
 
 from layerline.pipeline import process_env
 from layerline.pipeline.errors import PipeError, TaskError, machine_lacks, ran_out_of_memory, words
-from layerline.pipeline.inputs.batches import outlined
-from layerline.pipeline.keys.imports import is_own_folder
+from layerline.pipeline.folders import is_own_folder
+from layerline.pipeline.outline import outlined
 
 # Project folders whose modules are imported by `_Source` in this process.
 _HOOKED: set[Path] = set()

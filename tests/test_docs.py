@@ -16,10 +16,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from layerline.graph.io import inline_functions
-from layerline.pipeline import stage_table
+from layerline.pipeline import stage_table, untrusted
+from layerline.pipeline.commands.debug import Debugs
 from layerline.pipeline.config import bounded_yaml
-from layerline.pipeline.debug import Debugs
-from layerline.pipeline.inputs import npz, untrusted
+from layerline.pipeline.inputs import npz
 from layerline.pipeline.records import ledger
 from layerline.views import options
 

@@ -13,7 +13,7 @@ import typer
 from layerline.pipeline import process_env
 from layerline.pipeline.errors import PipeError, as_pipe_error, words
 from layerline.pipeline.errors import exit_code as own_code
-from layerline.pipeline.inputs.untrusted import launched, printable
+from layerline.pipeline.untrusted import launched, printable
 
 # click's UsageError. Depending on its version, typer bundles a copy of click or uses the installed one, so the class is
 # taken from typer instead of imported from click.

@@ -7,16 +7,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layerline.pipeline import why
-from layerline.pipeline.causes import Cause
+from layerline.pipeline.accuracy import why
+from layerline.pipeline.accuracy.causes import Cause
 from layerline.pipeline.commands import lookup
 from layerline.pipeline.commands.lookup import Log, PastRun
 from layerline.pipeline.commands.settings import changed, settings, versions
 from layerline.pipeline.config.project import as_options
-from layerline.pipeline.plan import Planner
 from layerline.pipeline.reasons import UNSET
 from layerline.pipeline.records.ledger import Record, Run
 from layerline.pipeline.report import CHANNELS, CONVERGENCE, FLIPPED, HISTOGRAMS, OWN, Gate, Report, Scalar
+from layerline.pipeline.run.plan import Planner
 from layerline.views import document, glossary, plan_tree, run_comparison, summary
 from layerline.views.curves import convergence, curves, validated
 from layerline.views.follow import MERGED, Followed, by_module, by_own_error, follow, follow_views, in_network_order

@@ -17,11 +17,11 @@ from pydantic import TypeAdapter
 from layerline.pipeline.commands.lookup import Log
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.files import write_own
-from layerline.pipeline.inputs.untrusted import launched, printable, read_json
 from layerline.pipeline.records.ledger import new_run_id
 from layerline.pipeline.records.run_lock import going_on
-from layerline.pipeline.runner import Listener, Outcome, Result, Runner
+from layerline.pipeline.run.runner import Listener, Outcome, Result, Runner
 from layerline.pipeline.stage import Stage
+from layerline.pipeline.untrusted import launched, printable, read_json
 from layerline.views import lines
 from layerline.views.curves import DRAWN
 from layerline.views.formatting import figure, heading

@@ -8,17 +8,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from layerline.pipeline.accuracy.why import Trial
 from layerline.pipeline.commands.housekeeping import Garbage, Problem
 from layerline.pipeline.commands.lookup import Beside
 from layerline.pipeline.commands.settings import changed, settings
 from layerline.pipeline.errors import PipeError, failure_fields
 from layerline.pipeline.keys.fingerprint import Fingerprint
-from layerline.pipeline.plan import Step, shown
 from layerline.pipeline.reasons import awaited, changes
 from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.report import LayerDiff, Order, Report, Row
-from layerline.pipeline.runner import Outcome
-from layerline.pipeline.why import Trial
+from layerline.pipeline.run.plan import Step, shown
+from layerline.pipeline.run.runner import Outcome
 from layerline.views.follow import in_network_order
 
 Document = dict[str, Any]

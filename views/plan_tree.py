@@ -15,7 +15,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from layerline.pipeline.errors import PipeError
-from layerline.pipeline.inputs.untrusted import read_json
+from layerline.pipeline.untrusted import read_json
 from layerline.views.screen import words
 
 FILE = "plan.json"

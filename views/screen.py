@@ -16,7 +16,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from layerline.pipeline.errors import PipeError
-from layerline.pipeline.inputs.untrusted import printable
+from layerline.pipeline.untrusted import printable
 
 # Columns where the width is unknown: enough for tables not to wrap in a pipe.
 PIPE_WIDTH = 160

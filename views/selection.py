@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 
 from layerline.pipeline import nearest
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.pipeline.inputs.untrusted import printable
 from layerline.pipeline.report import EFFECT, OWN, WEIGHT, LayerDiff, Report, Row, Scalar
+from layerline.pipeline.untrusted import printable
 from layerline.views import formatting
 
 # Of all of them a lower figure is the worse one.

@@ -20,7 +20,7 @@ from layerline.views.exit_codes import print_json
 # Imported on use: `pipe --help` must not wait for pydantic and rich.
 if TYPE_CHECKING:
     from layerline.pipeline.config.project import Project
-    from layerline.pipeline.plan import Planner
+    from layerline.pipeline.run.plan import Planner
     from layerline.pipeline.stage import Stage
     from layerline.views.screen import Screen
     from layerline.views.terminal import Live
@@ -47,7 +47,7 @@ class Shared:
 
     @cached_property
     def planner(self) -> Planner:
-        from layerline.pipeline.plan import open_planner
+        from layerline.pipeline.run.plan import open_planner
 
         return open_planner(self.project)
 

@@ -21,19 +21,19 @@ from rich.table import Column as RichColumn
 from rich.table import Table
 from rich.text import Text
 
-from layerline.pipeline.check import Checked
+from layerline.pipeline.accuracy.why import TABLES, Trial
 from layerline.pipeline.commands.housekeeping import Garbage, Problem, counted
 from layerline.pipeline.commands.lookup import Beside
 from layerline.pipeline.config.project import as_options
 from layerline.pipeline.errors import StageError, located
-from layerline.pipeline.inputs.untrusted import printable
 from layerline.pipeline.keys.fingerprint import Fingerprint
-from layerline.pipeline.plan import Step, shown
 from layerline.pipeline.reasons import as_written, awaited, changes, label
 from layerline.pipeline.report import Order, Report, Scalar
-from layerline.pipeline.runner import Outcome, Result
+from layerline.pipeline.run.check import Checked
+from layerline.pipeline.run.plan import Step, shown
+from layerline.pipeline.run.runner import Outcome, Result
 from layerline.pipeline.stage import Stage
-from layerline.pipeline.why import TABLES, Trial
+from layerline.pipeline.untrusted import printable
 from layerline.views import formatting, lines
 from layerline.views.exit_codes import say
 from layerline.views.formatting import amount, count, heading, outcome

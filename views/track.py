@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from layerline.pipeline.check import require_tracker
 from layerline.pipeline.commands.settings import settings
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import PipeError, Unavailable, brief, words
 from layerline.pipeline.files import write_atomic
-from layerline.pipeline.plan import open_planner
-from layerline.pipeline.runner import Listener, Outcome, Result
+from layerline.pipeline.run.check import require_tracker
+from layerline.pipeline.run.plan import open_planner
+from layerline.pipeline.run.runner import Listener, Outcome, Result
 from layerline.pipeline.stage import Stage
 from layerline.views import html
 

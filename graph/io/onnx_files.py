@@ -32,7 +32,7 @@ from layerline.backends.light import (
 from layerline.graph.io.ir_convert import as_ir
 from layerline.graph.io.proto_queries import graphs, nodes, tensors
 from layerline.pipeline.errors import StageError
-from layerline.pipeline.inputs.untrusted import is_inside, is_number, printable
+from layerline.pipeline.untrusted import is_inside, is_number, printable
 
 FILE = "model.onnx"
 # Past this many bytes of tensors the weights go to a file beside the model: a message that holds them is in memory

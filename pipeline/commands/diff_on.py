@@ -11,9 +11,9 @@ from typing import Any
 from layerline.pipeline.commands import lookup
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.plan import open_planner
 from layerline.pipeline.report import CLIPPED, WEIGHT, Report, Scalar
-from layerline.pipeline.runner import temporary_work
+from layerline.pipeline.run.plan import open_planner
+from layerline.pipeline.run.runner import temporary_work
 from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from layerline.pipeline.commands.resume import cut_short
 from layerline.pipeline.config.project import STATE, Project
 from layerline.pipeline.files import GONE, entries, is_partial, remove
-from layerline.pipeline.inputs.untrusted import is_digest
-from layerline.pipeline.plan import open_planner
 from layerline.pipeline.records.run_lock import abandoned, alone
 from layerline.pipeline.records.store import DamagedError
+from layerline.pipeline.run.plan import open_planner
+from layerline.pipeline.untrusted import is_digest
 
 # Where in the state lies what a person counts.
 _COUNTED = {"ledger/runs": "run", "store": "artifact", "work": "unfinished stage"}

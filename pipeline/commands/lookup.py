@@ -16,12 +16,12 @@ from layerline.pipeline.commands.settings import changed, has_settings, previous
 from layerline.pipeline.config.project import Project, as_options
 from layerline.pipeline.errors import ConfigError, PipeError
 from layerline.pipeline.files import claim
-from layerline.pipeline.inputs.untrusted import read_bytes
 from layerline.pipeline.keys.fingerprint import Fingerprint
-from layerline.pipeline.plan import Planner, Step, fields, open_planner
 from layerline.pipeline.records.ledger import Record, Run, fault
 from layerline.pipeline.records.store import Artifact, DamagedError
 from layerline.pipeline.report import Report
+from layerline.pipeline.run.plan import Planner, Step, fields, open_planner
+from layerline.pipeline.untrusted import read_bytes
 
 ALL = "all"
 """What stands for every stage on the command line."""

@@ -11,12 +11,12 @@ from typing import Protocol, cast, runtime_checkable
 from layerline.pipeline.config.project import Project, as_options, load
 from layerline.pipeline.errors import ConfigError, PipeError
 from layerline.pipeline.files import entries
-from layerline.pipeline.inputs.untrusted import launched
-from layerline.pipeline.plan import SETS, asked, has_checkpoint, open_planner, order
 from layerline.pipeline.report import Report
-from layerline.pipeline.runner import Listener, temporary_work
+from layerline.pipeline.run.plan import SETS, asked, has_checkpoint, open_planner, order
+from layerline.pipeline.run.runner import Listener, temporary_work
 from layerline.pipeline.stage import Stage, Work
 from layerline.pipeline.task import Task
+from layerline.pipeline.untrusted import launched
 
 
 @runtime_checkable

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from layerline.pipeline import stage_table
-from layerline.pipeline.plan import fields
 from layerline.pipeline.reasons import UNSET, phrases
 from layerline.pipeline.records.ledger import Record, Run
+from layerline.pipeline.run.plan import fields
 
 CONFIG, ENV = "config.", "env."
 

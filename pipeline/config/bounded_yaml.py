@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from layerline.pipeline.errors import ConfigError, first_line
-from layerline.pipeline.inputs.untrusted import DIGITS, printable
+from layerline.pipeline.untrusted import DIGITS, printable
 
 if TYPE_CHECKING:
     from ruamel.yaml import YAML

@@ -9,7 +9,7 @@ from typing import Any
 from layerline.pipeline.config import bounded_yaml
 from layerline.pipeline.config.bounded_yaml import plain
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.inputs.untrusted import is_number, printable, storable
+from layerline.pipeline.untrusted import is_number, printable, storable
 
 Place = tuple[str | int, ...]
 

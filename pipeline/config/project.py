@@ -12,14 +12,14 @@ from pydantic import ValidationError
 
 from layerline.pipeline import nearest, stage_table
 from layerline.pipeline.config.document import Document
+from layerline.pipeline.config.validation_errors import elsewhere, field_paths, mistake, unfit_numbers
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.files import check_link
-from layerline.pipeline.inputs.untrusted import check_utf8, is_inside, printable
-from layerline.pipeline.inputs.validation_errors import elsewhere, mistake, unfit_numbers
 from layerline.pipeline.keys import canonical
 from layerline.pipeline.keys.patterns import expand
 from layerline.pipeline.stage import Stage
 from layerline.pipeline.task import no_task_file
+from layerline.pipeline.untrusted import check_utf8, is_inside, printable
 
 FILE = "pipe.yaml"
 STATE = ".layerline"
@@ -134,7 +134,7 @@ def _hint(name: str, hint: str, stage: str = "") -> str:
     for other in stage_table.names():
         cls = stage_table.imported(other)
         if cls is not None:
-            fields += [(other, *path) for path in cls.written()]
+            fields += [(other, *path) for path in cls.written() or field_paths(cls)]
     return elsewhere(name, fields, stage) or hint
 
 

@@ -23,10 +23,10 @@ from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.init import generated_files
 from layerline.pipeline.init.generated_files import Array, Hooks, Section
 from layerline.pipeline.inputs.batches import answers
-from layerline.pipeline.inputs.untrusted import is_file_name, is_importable, is_inside, printable
 from layerline.pipeline.keys import syntax
 from layerline.pipeline.nearest import closest
 from layerline.pipeline.task import HOOKS
+from layerline.pipeline.untrusted import is_file_name, is_importable, is_inside, printable
 
 MODEL = "model"
 """The folder of a model whose weights lie in files of their own."""

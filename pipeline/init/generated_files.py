@@ -21,7 +21,7 @@ from layerline.pipeline.config import bounded_yaml
 from layerline.pipeline.config.bounded_yaml import plain
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.inputs.batches import answers
-from layerline.pipeline.inputs.untrusted import check_utf8, printable
+from layerline.pipeline.untrusted import check_utf8, printable
 
 FIXED = "dynamic: {image: {0: batch}} # by the names of forward(); else every size stays the example's, the batch too"
 BATCH = 16

@@ -1,1 +1,1 @@
-"""What comes from outside, bounded and checked: text, numbers, arrays, batches, metrics."""
+"""What hooks and files from outside give, bounded and checked: arrays, batches, metrics."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from typing import Any, Literal
 
 from layerline.pipeline.errors import TaskError
+from layerline.pipeline.outline import dtype_name, is_array, outlined
 
 # Keys under which a batch that is a dict holds the answer; every other key is an input of the model.
 LABELS = ("label", "labels", "target", "targets")
@@ -89,21 +90,6 @@ def described(batch: Any) -> str:
     return f"a batch {', '.join(parts)}"
 
 
-def outlined(value: Any) -> str:
-    """Types and shapes of a tree of arrays, in words: `{boxes: float32 (2, 4), label: int64 (2,)}`."""
-    if is_array(value):
-        return f"{_dtype(value)} {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        entries = [f"{key}: {outlined(entry)}" for key, entry in value.items()]
-        return "{" + ", ".join(entries) + "}"
-    if isinstance(value, tuple | list):
-        items = [outlined(item) for item in value[:8]]
-        if len(value) > len(items):
-            items.append("…")
-        return "(" + ", ".join(items) + ")"
-    return type(value).__name__
-
-
 def leaves(tree: Any) -> Iterator[Any]:
     """What a tree of tuples, lists and mappings holds, in order."""
     if isinstance(tree, Mapping):
@@ -158,11 +144,6 @@ def rows(tree: Any) -> int:
         if is_array(leaf) and len(leaf.shape):
             return int(leaf.shape[0])
     return 1
-
-
-def is_array(value: Any) -> bool:
-    """Whether it is an array, a tensor, or a number of numpy's."""
-    return hasattr(value, "detach") or (hasattr(value, "shape") and hasattr(value, "dtype"))
 
 
 def _readings(items: list[Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
@@ -291,18 +272,14 @@ def _pattern(tree: Any, *, sizes: bool = False) -> Any:
         return ("tuple", *(_pattern(v, sizes=sizes) for v in tree))
     if is_array(tree):
         # float, int or complex, whatever its width: batches may differ in that.
-        kind = "".join(c for c in _dtype(tree) if c.isalpha()).removeprefix("u").removeprefix("b")
+        kind = "".join(c for c in dtype_name(tree) if c.isalpha()).removeprefix("u").removeprefix("b")
         return kind, tuple(tree.shape[1:]) if sizes else len(tree.shape)
     return type(tree).__name__
 
 
-def _dtype(array: Any) -> str:
-    return str(array.dtype).removeprefix("torch.")
-
-
 def _kind(value: Any) -> str:
     if is_array(value):
-        return f"{tuple(value.shape)} {_dtype(value)}"
+        return f"{tuple(value.shape)} {dtype_name(value)}"
     if isinstance(value, tuple | Mapping):
         return outlined(value)
     return f"of type {type(value).__name__}"

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.pipeline.inputs.untrusted import read_json
+from layerline.pipeline.untrusted import read_json
 
 Array = npt.NDArray[Any]
 _INDEX_BYTES = 1 << 26  # of an index of shards; the largest have some hundred thousand tensors

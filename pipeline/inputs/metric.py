@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from layerline.pipeline.errors import TaskError
-from layerline.pipeline.inputs.batches import collate, outlined
+from layerline.pipeline.inputs.batches import collate
+from layerline.pipeline.outline import outlined
 
 Array = npt.NDArray[Any]
 Metric = Callable[[Any, Any], Any]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from numpy.lib import format as npy
 
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.inputs.untrusted import is_text, printable
+from layerline.pipeline.untrusted import is_text, printable
 
 Array = npt.NDArray[Any]
 ENTRIES = 10_000

@@ -27,10 +27,10 @@ from pathlib import Path
 
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.files import Hasher
-from layerline.pipeline.inputs.untrusted import storable
 from layerline.pipeline.keys import canonical, syntax
 from layerline.pipeline.keys.imports import Finder, Origin
 from layerline.pipeline.keys.patterns import has_wildcard, matches, size_and_time
+from layerline.pipeline.untrusted import storable
 
 # Built-ins that reach any name of the module they are used in.
 _ANY_NAME = frozenset({"globals", "locals", "vars"})

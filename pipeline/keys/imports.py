@@ -6,15 +6,12 @@ import ast
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
 
-# The package itself: what lies in it is never the user's own code.
-_LAYERLINE = Path(__file__).parents[2]
-_FOREIGN = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
+from layerline.pipeline.folders import is_foreign_folder, is_own_folder
 
 
 @dataclass(frozen=True)
@@ -150,13 +147,6 @@ def imported(statement: ast.Import | ast.ImportFrom, package: str) -> list[tuple
     return [(".".join(parts), alias.name) for alias in statement.names]
 
 
-def is_own_folder(folder: Path, project: Path) -> bool:
-    """Whether a folder holds the project's own modules: below it, and in no environment that lies there."""
-    if not folder.is_relative_to(project) or any(folder.is_relative_to(f) for f in (_LAYERLINE, Path(sys.prefix))):
-        return False
-    return _FOREIGN.isdisjoint(folder.relative_to(project).parts)
-
-
 def _below(root: Path, module: str) -> Path | None:
     # Thousands of names are looked up for one key: Path would take most of the time.
     base = os.path.join(root, *module.split("."))  # noqa: PTH118
@@ -165,10 +155,3 @@ def _below(root: Path, module: str) -> Path | None:
         if os.path.isfile(candidate):  # noqa: PTH113
             return Path(candidate)
     return None
-
-
-def is_foreign_folder(path: Path) -> bool:
-    """Whether a folder holds installed packages or compiled code, not the project's own files."""
-    with suppress(PermissionError):
-        return path.name in _FOREIGN or (path / "pyvenv.cfg").exists()
-    return False

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from itertools import takewhile
 from pathlib import Path, PurePosixPath
 
-from layerline.pipeline.inputs.untrusted import printable
-from layerline.pipeline.keys.imports import is_foreign_folder
+from layerline.pipeline.folders import is_foreign_folder
+from layerline.pipeline.untrusted import printable
 
 _KEPT_BY_TOOLS = frozenset({".git", ".layerline"})
 FILES = 1_000_000

@@ -25,9 +25,9 @@ from pydantic import AfterValidator, AllowInfNan, Field, StrictBool, StringConst
 
 from layerline.pipeline.errors import PipeError, located
 from layerline.pipeline.files import entries, is_partial, write_own
-from layerline.pipeline.inputs.untrusted import printable, read_bytes, read_json
 from layerline.pipeline.nearest import did_you_mean
 from layerline.pipeline.report import Report
+from layerline.pipeline.untrusted import printable, read_bytes, read_json
 
 _LAST_SEQUENCE = 2**53
 _RECORD_BYTES = 1 << 26

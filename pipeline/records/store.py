@@ -15,9 +15,9 @@ from pydantic import BaseModel, Field, StrictStr, ValidationError
 
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.files import Hasher, entries, own_folder, remove, sync, write_atomic
-from layerline.pipeline.inputs.untrusted import is_digest, is_inside, read_json
 from layerline.pipeline.keys import canonical
 from layerline.pipeline.records.ledger import Name
+from layerline.pipeline.untrusted import is_digest, is_inside, read_json
 
 MANIFEST = "artifact.json"
 # What file browsers leave in a folder that somebody looked into; no stage reads these.

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from layerline.pipeline import plan
 from layerline.pipeline.commands import housekeeping
 from layerline.pipeline.errors import Unavailable
 from layerline.pipeline.keys import env
 from layerline.pipeline.records.store import DamagedError
+from layerline.pipeline.run import plan
 from tests.pipeline import driver, fakes
 from tests.pipeline.fakes import Folder
 

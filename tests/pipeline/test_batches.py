@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from layerline.calib.samples import Samples
 from layerline.pipeline.errors import TaskError
-from layerline.pipeline.inputs.batches import collate, form, outlined, split
+from layerline.pipeline.inputs.batches import collate, form, split
+from layerline.pipeline.outline import outlined
 from layerline.pipeline.task import Task
 from layerline.training.data.batches import Batches
 from layerline.training.run.validation import evaluation_batches, metric_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerline.pipeline.check import near_misses
+from layerline.pipeline.run.check import near_misses
 
 REST = "def model(): pass\ndef train_data(): pass\n"
 

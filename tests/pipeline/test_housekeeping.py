@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from layerline.pipeline import check
 from layerline.pipeline.commands import housekeeping
 from layerline.pipeline.commands.housekeeping import Garbage
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.init import from_files
 from layerline.pipeline.records.run_lock import at_work, temporary_folder
+from layerline.pipeline.run import check
 from tests.pipeline.fakes import Folder
 
 

@@ -15,10 +15,10 @@ import pytest
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.files import Hasher
 from layerline.pipeline.keys import env, stage_code
-from layerline.pipeline.plan import Planner, shown
 from layerline.pipeline.records.ledger import Ledger
 from layerline.pipeline.records.store import Store
 from layerline.pipeline.report import Report
+from layerline.pipeline.run.plan import Planner, shown
 from layerline.pipeline.stage import Stage, Work
 from tests.pipeline.fakes import Folder
 

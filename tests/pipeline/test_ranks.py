@@ -9,9 +9,9 @@ import pytest
 
 from layerline.pipeline import stage_table
 from layerline.pipeline.errors import ConfigError, StageError, Unavailable
-from layerline.pipeline.inputs.untrusted import launched
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Work
+from layerline.pipeline.untrusted import launched
 from tests.pipeline import fakes
 from tests.pipeline.fakes import Folder
 

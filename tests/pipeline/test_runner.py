@@ -12,7 +12,7 @@ import pytest
 from layerline.pipeline.config.project import load
 from layerline.pipeline.errors import ConfigError, StageError, TaskError, Unavailable
 from layerline.pipeline.keys import env
-from layerline.pipeline.runner import Runner
+from layerline.pipeline.run.runner import Runner
 from layerline.views.terminal import Silent
 from tests.pipeline import fakes
 from tests.pipeline.fakes import Folder

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerline.pipeline import untrusted
 from layerline.pipeline.config import bounded_yaml
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.inputs import npz, untrusted
+from layerline.pipeline.inputs import npz
 
 
 @pytest.mark.parametrize(

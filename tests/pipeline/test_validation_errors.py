@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from layerline.pipeline.inputs.validation_errors import mistake, unfit_numbers
+from layerline.pipeline.config.validation_errors import mistake, unfit_numbers
 
 
 class Bounds(BaseModel):

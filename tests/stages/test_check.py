@@ -12,10 +12,10 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from layerline.pipeline import check as checking
-from layerline.pipeline.check import Checked
 from layerline.pipeline.config.project import load
-from layerline.pipeline.runner import Outcome, Runner
+from layerline.pipeline.run import check as checking
+from layerline.pipeline.run.check import Checked
+from layerline.pipeline.run.runner import Outcome, Runner
 
 TASK = """import numpy as np, torch
 from torch import nn

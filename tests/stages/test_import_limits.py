@@ -85,9 +85,9 @@ def test_a_model_within_its_limits_is_imported(tmp_path: Path) -> None:
 
 def test_a_check_runs_the_model_within_the_same_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its Loop is endless in fact, which only the clock shows; the import itself would end the same way."""
-    from layerline.pipeline import check
     from layerline.pipeline.config import project
     from layerline.pipeline.init import from_files
+    from layerline.pipeline.run import check
 
     onnx.save(_model(_LOOP.format(again="Not (no)"), "float[n]", **_STORED), str(tmp_path / "m.onnx"))
     np.savez(tmp_path / "s.npz", x=np.ones(4, "f"), label=np.zeros(4, "i8"))
@@ -99,8 +99,8 @@ def test_a_check_runs_the_model_within_the_same_limits(tmp_path: Path, monkeypat
 
 def test_a_check_reads_the_model_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from layerline.onnx_import import normalize_import
-    from layerline.pipeline import check
     from layerline.pipeline.config import project
+    from layerline.pipeline.run import check
 
     monkeypatch.setattr(normalize_import, "adopt", lambda *_: pytest.fail("not in this process"))
     root = foreign.project(tmp_path, foreign.conv(20))

@@ -13,7 +13,7 @@ import torch
 
 from layerline import ModelOptimizer
 from layerline.pipeline.config import project as projects
-from layerline.pipeline.runner import Runner
+from layerline.pipeline.run.runner import Runner
 from layerline.training.state import safetensors_io
 from layerline.views.terminal import Silent
 from tests.training.group import good

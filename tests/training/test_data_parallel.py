@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.pipeline.inputs.untrusted import launched
+from layerline.pipeline.untrusted import launched
 from layerline.training.config.sections import Config
 from layerline.training.distributed import rendezvous
 from layerline.training.loop.masks import Gradual

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerline.pipeline.causes import Evidence
-from layerline.pipeline.inputs.untrusted import printable
-from layerline.pipeline.quantize_causes import sensitive_layers
+from layerline.pipeline.accuracy.causes import Evidence
+from layerline.pipeline.accuracy.quantize_causes import sensitive_layers
 from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.report import CHANNELS, CONVERGENCE, FLIPPED, HISTOGRAMS, Gate, Report
+from layerline.pipeline.untrusted import printable
 from layerline.views.canvas import WIDTHS
 from layerline.views.html import page
 from tests.views.samples import diff, many, run_of, sample_reports

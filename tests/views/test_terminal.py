@@ -13,9 +13,9 @@ from rich.console import Console
 
 from layerline.pipeline.commands.lookup import Beside
 from layerline.pipeline.keys.fingerprint import Fingerprint
-from layerline.pipeline.plan import Step
 from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.report import LayerDiff, Report
+from layerline.pipeline.run.plan import Step
 from layerline.views import json_output, screen, terminal
 from layerline.views.tables import records_table
 from tests.views.samples import diff, record

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from layerline.pipeline.check import check, require_tracker
 from layerline.pipeline.errors import ConfigError, Unavailable
-from layerline.pipeline.runner import Outcome, Runner
+from layerline.pipeline.run.check import check, require_tracker
+from layerline.pipeline.run.runner import Outcome, Runner
 from layerline.views import terminal
 from layerline.views.journal import watched_run
 from layerline.views.track import Tracking

@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from layerline.pipeline.config.document import Document
+from layerline.pipeline.config.validation_errors import mistake
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.inputs.validation_errors import mistake
 from layerline.pipeline.nearest import closest, hint
 from layerline.training.config import checks
 from layerline.training.config.sections import Config, Section

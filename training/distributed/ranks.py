@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from layerline.pipeline.errors import PipeError, StageError
-from layerline.pipeline.inputs.untrusted import launched
+from layerline.pipeline.untrusted import launched
 from layerline.training.config.sections import Config, DistributedConfig
 from layerline.training.distributed import rendezvous as launch
 from layerline.training.distributed.rendezvous import Phases, meet, rendezvous

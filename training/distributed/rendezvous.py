@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from layerline.pipeline.errors import ConfigError, PipeError, StageError, Unavailable, first_line
-from layerline.pipeline.inputs.untrusted import integer, is_number, launched
+from layerline.pipeline.untrusted import integer, is_number, launched
 
 # Parts of the messages of gloo and NCCL errors. Other RuntimeErrors of a backward pass come from the model.
 _MARKS = ("gloo", "NCCL", "c10d", "pair closure", "Connection closed by peer", "Connection reset by peer")

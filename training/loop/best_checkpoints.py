@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from layerline.pipeline.errors import StageError
-from layerline.pipeline.inputs.untrusted import is_file_name, printable
+from layerline.pipeline.untrusted import is_file_name, printable
 from layerline.training.config.sections import Config
 
 FOLDER = "best"

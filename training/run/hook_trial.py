@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import TaskError
-from layerline.pipeline.inputs.batches import described, outlined
+from layerline.pipeline.inputs.batches import described
 from layerline.pipeline.inspection import Inspection
+from layerline.pipeline.outline import outlined
 from layerline.pipeline.task import EXAMPLE_HOOKS
 from layerline.training.config.sections import Config
 from layerline.training.data import batches as data

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import described
-from layerline.pipeline.inputs.untrusted import launched
 from layerline.pipeline.report import Gate
 from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
+from layerline.pipeline.untrusted import launched
 from layerline.training.config.sections import Config
 from layerline.training.data.batches import Batches, size, to_device
 from layerline.training.data.distillation import Distillation, Loss, Taught

@@ -12,15 +12,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from layerline.pipeline.causes import PARITY, RULES, Cause, Evidence, NonFinite, Rule, rules
+from layerline.pipeline.accuracy.causes import PARITY, RULES, Cause, Evidence, NonFinite, Rule, rules
 from layerline.pipeline.commands import lookup
+from layerline.pipeline.commands.debug import debug
 from layerline.pipeline.config.project import Project, load
-from layerline.pipeline.debug import debug
 from layerline.pipeline.errors import ConfigError, located
-from layerline.pipeline.plan import open_planner
 from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.report import GAIN, OWN, LayerDiff, Report, Scalar
-from layerline.pipeline.runner import Listener, Runner, temporary_work
+from layerline.pipeline.run.plan import open_planner
+from layerline.pipeline.run.runner import Listener, Runner, temporary_work
 from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
 

@@ -21,7 +21,6 @@ from typing import Any, Literal, Protocol
 
 from filelock import Timeout
 
-from layerline.pipeline import check as checking
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import (
     PipeError,
@@ -33,15 +32,16 @@ from layerline.pipeline.errors import (
     failure_fields,
 )
 from layerline.pipeline.files import copied, own_folder, remove, write_own
-from layerline.pipeline.inputs.untrusted import launched
 from layerline.pipeline.keys import env
-from layerline.pipeline.plan import ORDER, SETS, Step, open_planner, order, shown
 from layerline.pipeline.records.ledger import Record, Run, new_run_id, printable_error
 from layerline.pipeline.records.run_lock import at_work, lock, temporary_folder
 from layerline.pipeline.records.store import Artifact
 from layerline.pipeline.report import Report
+from layerline.pipeline.run import check as checking
+from layerline.pipeline.run.plan import ORDER, SETS, Step, open_planner, order, shown
 from layerline.pipeline.stage import Log, Stage, Work
 from layerline.pipeline.task import Task
+from layerline.pipeline.untrusted import launched
 
 BROKEN_OFF = "an earlier run did not come to its end: it was killed, or its own code ended the process"
 State = Literal["ran", "cached", "failed", "blocked"]

@@ -12,7 +12,6 @@ from typing import Any
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.files import Hasher
-from layerline.pipeline.inputs.untrusted import DIGITS, integer, is_inside, open_file, read_json, storable
 from layerline.pipeline.keys import canonical, env, stage_code
 from layerline.pipeline.keys.fingerprint import Fingerprint, Reader
 from layerline.pipeline.reasons import describe
@@ -20,6 +19,7 @@ from layerline.pipeline.records.ledger import Ledger, Record
 from layerline.pipeline.records.store import Artifact, DamagedError, Store
 from layerline.pipeline.stage import Stage
 from layerline.pipeline.task import DATA_HOOKS
+from layerline.pipeline.untrusted import DIGITS, integer, is_inside, open_file, read_json, storable
 
 CHECKPOINTS = "scratch/checkpoints"
 """In a stage's working folder: the checkpoints that an interrupted stage resumes from."""

@@ -14,10 +14,10 @@ from dataclasses import replace
 from importlib import metadata
 from statistics import fmean, median
 
-from layerline.pipeline import quantize_causes
+from layerline.pipeline.accuracy import quantize_causes
+from layerline.pipeline.accuracy.evidence import Cause, Evidence, NonFinite, Rule, figure, format_setting, of_lost
 from layerline.pipeline.config.quantize_fields import HALF_TYPES
 from layerline.pipeline.errors import Unavailable, brief
-from layerline.pipeline.evidence import Cause, Evidence, NonFinite, Rule, figure, format_setting, of_lost
 from layerline.pipeline.report import Gate, Report
 
 __all__ = ["Cause", "Evidence", "NonFinite", "Rule", "rules"]

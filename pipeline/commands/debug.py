@@ -8,10 +8,10 @@ from typing import Protocol, runtime_checkable
 
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import ConfigError, PipeError
-from layerline.pipeline.plan import open_planner
 from layerline.pipeline.records.store import Artifact
 from layerline.pipeline.report import LayerDiff, Report
-from layerline.pipeline.runner import Listener, input_folders, temporary_work
+from layerline.pipeline.run.plan import open_planner
+from layerline.pipeline.run.runner import Listener, input_folders, temporary_work
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 

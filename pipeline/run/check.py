@@ -22,13 +22,13 @@ from typing import Any
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import PipeError, TaskError, Unavailable
 from layerline.pipeline.files import write_own
-from layerline.pipeline.inputs.untrusted import read_json
 from layerline.pipeline.inspection import CalledOnce, Finding, Inspection
 from layerline.pipeline.keys import canonical
 from layerline.pipeline.keys.syntax import bound_names
 from layerline.pipeline.nearest import closest
-from layerline.pipeline.plan import Planner, check_file, open_planner
+from layerline.pipeline.run.plan import Planner, check_file, open_planner
 from layerline.pipeline.task import HOOKS
+from layerline.pipeline.untrusted import read_json
 
 # What other frameworks and tutorials call a hook.
 _ALSO_CALLED = {
