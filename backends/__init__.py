@@ -16,7 +16,6 @@ BACKENDS = {
     "openvino": "layerline.backends.openvino:OpenVino",
     "tensorrt": "layerline.backends.tensorrt.builder:tensorrt",
     "tensorrt-rtx": "layerline.backends.tensorrt.builder:tensorrt_rtx",
-    "torch": "layerline.backends.torch:Torch",
 }
 
 

@@ -66,13 +66,11 @@ class ImportWeights(Stage):
     def session(self, folder: Path, task: Task) -> Session:
         """The module with the weights that ship, ready to run."""
         from layerline.export.example_call import ModuleSession
-        from layerline.training.data.batches import example_inputs
         from layerline.training.run import shipping
         from layerline.training.state import safetensors_io
 
         weights, _ = safetensors_io.load(folder / "model.safetensors")
-        module = shipping.network(task, weights)
-        return ModuleSession(module, *example_inputs(task, forward=module.forward))
+        return ModuleSession(*shipping.opened(task, weights))
 
     def run(self, work: Work) -> Report:
         from layerline.training.data import batches

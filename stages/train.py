@@ -137,13 +137,11 @@ class Train(Stage):
     def session(self, folder: Path, task: Task) -> Session:
         """The module with the weights of the last step, ready to run."""
         from layerline.export.example_call import ModuleSession
-        from layerline.training.data.batches import example_inputs
         from layerline.training.run import shipping
         from layerline.training.state import checkpoint
 
         weights, _ = checkpoint.weights(folder / "checkpoint.safetensors")
-        module = shipping.network(task, weights)
-        return ModuleSession(module, *example_inputs(task, forward=module.forward))
+        return ModuleSession(*shipping.opened(task, weights))
 
     def run(self, work: Work) -> Report:
         from layerline.training.distributed import ranks

@@ -38,8 +38,8 @@ KNOWS = {
     "stages": {"pipeline", *LEAVES},
     "cli": {"pipeline", "views"},
 }
-# The rooms of a package, from the lowest one: each imports only what stands before it. Files beside the rooms come first,
-# so that they import no room.
+# The rooms of a package, from the lowest one: each imports only what stands before it. Files beside the rooms come
+# first, so that they import no room.
 ROOMS = {
     "pipeline": ("errors", "nearest", "reasons", "untrusted", "outline", "folders", "files", "process_env", "report",
                  "task", "inspection", "stage", "stage_table",

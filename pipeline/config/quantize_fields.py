@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
@@ -125,58 +125,27 @@ class QuantizeFields(Stage):
             raise ValueError(f"expected a target that takes {mode}; {target} takes {', '.join(TARGETS[target])}")
         return target
 
-    @field_validator("block_size")
+    @field_validator("block_size", "dynamic", "qat", "bias_correction", "repairs", "search", "try_fp8")
     @classmethod
-    def _check_block_size(cls, size: int, info: ValidationInfo) -> int:
-        if "int4" not in (info.data.get("mode", "int8"), *info.data.get("layers", {}).values()):
-            raise ValueError("expected int4 as the mode or in layers with it")
-        return size
-
-    @field_validator("dynamic")
-    @classmethod
-    def _check_dynamic(cls, dynamic: bool, info: ValidationInfo) -> bool:
-        if dynamic and "nvfp4" not in (info.data.get("mode", "int8"), *info.data.get("layers", {}).values()):
-            raise ValueError("expected nvfp4 as the mode or in layers with it")
-        return dynamic
-
-    @field_validator("qat")
-    @classmethod
-    def _check_qat(cls, qat: QatOptions | None, info: ValidationInfo) -> QatOptions | None:
-        if info.data.get("mode") != "qat" and qat is not None:
-            raise ValueError("expected mode: qat with it")
-        return qat
-
-    @field_validator("bias_correction")
-    @classmethod
-    def _check_correction(cls, correction: bool, info: ValidationInfo) -> bool:
+    def _fits_the_mode(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses an option that is set where the mode has no use for it, so that the error has its line."""
         mode = info.data.get("mode", "int8")
-        if correction and mode == "qat":
-            raise ValueError("expected false in mode qat, where training moves the biases")
-        if correction and mode not in FORMATS:
-            raise ValueError(f"expected mode: {' or '.join(FORMATS)} with it")
-        return correction
-
-    @field_validator("repairs")
-    @classmethod
-    def _check_repairs(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        if names and info.data.get("mode", "int8") not in (*FORMATS, "qat"):
-            raise ValueError(f"expected mode: {' or '.join((*FORMATS, 'qat'))} with it")
-        return names
-
-    @field_validator("search")
-    @classmethod
-    def _check_search(cls, search: bool, info: ValidationInfo) -> bool:
-        if search and info.data.get("mode", "int8") not in FORMATS:
-            raise ValueError(f"expected mode: {' or '.join(FORMATS)} with it")
-        return search
-
-    @field_validator("try_fp8")
-    @classmethod
-    def _check_try_fp8(cls, tries: bool, info: ValidationInfo) -> bool:
-        fields = (info.data.get("mode", "int8"), info.data.get("target", "tensorrt"), info.data.get("search", False))
-        if tries and fields != ("int8", "tensorrt", True):
-            raise ValueError("expected search: true, mode: int8 and target: tensorrt with it")
-        return tries
+        formats = (mode, *info.data.get("layers", {}).values())
+        searched = (mode, info.data.get("target", "tensorrt"), info.data.get("search", False))
+        quantises = f"mode: {' or '.join(FORMATS)}"
+        # Each option: whether the rest of the configuration has a use for it, and what would have.
+        fits, needed = {
+            "block_size": ("int4" in formats, "int4 as the mode or in layers"),
+            "dynamic": ("nvfp4" in formats, "nvfp4 as the mode or in layers"),
+            "qat": (mode == "qat", "mode: qat"),
+            "bias_correction": (mode in FORMATS, quantises),  # in mode qat training moves the biases
+            "repairs": (mode in (*FORMATS, "qat"), f"{quantises} or qat"),
+            "search": (mode in FORMATS, quantises),
+            "try_fp8": (searched == ("int8", "tensorrt", True), "search: true, mode: int8 and target: tensorrt"),
+        }[str(info.field_name)]
+        if value and not fits:
+            raise ValueError(f"expected {needed} with it")
+        return value
 
     @field_validator("skip")
     @classmethod

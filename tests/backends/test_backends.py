@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import onnx
 import pytest
-import torch
-from torch import nn
 
 from layerline import backends
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.backends.torch import Torch
 from layerline.pipeline.errors import ConfigError, StageError, Unavailable
 from tests.backends import models
 
@@ -86,46 +81,3 @@ def test_taps_of_a_model_with_external_data(tmp_path, monkeypatch) -> None:
     for place in (path, path.relative_to(tmp_path.parent)):
         seen = OnnxRuntime().open(place, ["c"]).run(x)
         np.testing.assert_array_equal(seen["c"], expected["c"])
-
-
-class Net(nn.Module):
-    """Parameters, buffers saved and not, and a constant."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-        self.register_buffer("gain", torch.full((1,), 2.0), persistent=False)
-
-    def forward(self, x, shift):
-        return torch.relu(self.norm(self.conv(x))) * self.gain + torch.tensor(3.0), shift * 2
-
-
-def test_an_exported_program_runs_under_its_own_names() -> None:
-    net, x, shift = Net().eval(), torch.randn(2, 3, 8, 8), torch.ones(2)
-    buffer = io.BytesIO()
-    torch.export.save(torch.export.export(net, (x, shift)), buffer)
-    session = Torch().open(buffer.getvalue(), ["conv2d", "relu", "no_such_node"])
-    seen = session.run({"x": x.numpy(), "shift": shift.numpy()})
-    assert session.inputs == ["x", "shift"] and list(seen) == session.outputs
-    with torch.no_grad():
-        expected = (*net(x, shift), net.conv(x), net.norm(net.conv(x)).relu())
-        for name, array in zip(session.outputs, expected, strict=True):
-            np.testing.assert_allclose(seen[name], array.numpy(), rtol=1e-5, atol=1e-6)
-    with pytest.raises(StageError, match="missing"):
-        session.run({"x": x.numpy()})
-    with pytest.raises(StageError, match="could not run"):
-        session.run({"x": x.numpy()[0, :1], "shift": shift.numpy()})
-    with pytest.raises(StageError, match="can't load"):
-        Torch().open(b"no program")
-
-
-def test_an_output_that_numpy_lacks_is_a_stage_error() -> None:
-    class Narrow(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.bfloat16()
-
-    buffer = io.BytesIO()
-    torch.export.save(torch.export.export(Narrow(), (torch.ones(2),)), buffer)
-    session = Torch().open(buffer.getvalue())
-    with pytest.raises(StageError, match=r"could not run the program.*BFloat16"):
-        session.run({session.inputs[0]: np.ones(2, np.float32)})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.task import Task
-from layerline.training.data import golden_outputs
+from layerline.training.data import batches, golden_outputs
 from layerline.training.model import canonical_names
 from layerline.training.model.fake_quantization import stop_observers
 from layerline.training.state import safetensors_io
@@ -46,6 +46,12 @@ def network(task: Task, weights: Mapping[str, Tensor] | None = None) -> nn.Modul
         canonical_names.load(model, weights)
         stop_observers(model)
     return model
+
+
+def opened(task: Task, weights: Mapping[str, Tensor]) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """model() with these weights, and the positional and keyword arguments of an example."""
+    model = network(task, weights)
+    return (model, *batches.example_inputs(task, forward=model.forward))
 
 
 def ship(model: nn.Module, example: Example, weights: Mapping[str, Tensor], out: Path) -> None:
