@@ -25,7 +25,7 @@ from layerline.pipeline.init import from_files
 from layerline.pipeline.keys import env
 from layerline.pipeline.records import run_lock
 from layerline.pipeline.report import Gate, Report
-from layerline.pipeline.run.runner import Result
+from layerline.pipeline.run.outcome import Result
 from layerline.pipeline.stage import Work
 from layerline.views import live, terminal
 from tests.pipeline import driver, fakes

@@ -19,7 +19,8 @@ from layerline.pipeline.config.project import Project
 from layerline.pipeline.files import write_own
 from layerline.pipeline.records.ledger import new_run_id
 from layerline.pipeline.records.run_lock import going_on
-from layerline.pipeline.run.runner import Listener, Outcome, Result, Runner
+from layerline.pipeline.run.outcome import Listener, Outcome, Result
+from layerline.pipeline.run.runner import Runner
 from layerline.pipeline.stage import Stage
 from layerline.pipeline.untrusted import launched, printable, read_json
 from layerline.views import lines

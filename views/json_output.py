@@ -17,8 +17,8 @@ from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.reasons import awaited, changes
 from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.report import LayerDiff, Order, Report, Row
+from layerline.pipeline.run.outcome import Outcome
 from layerline.pipeline.run.plan import Step, shown
-from layerline.pipeline.run.runner import Outcome
 from layerline.views.follow import in_network_order
 
 Document = dict[str, Any]

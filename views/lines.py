@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from layerline.pipeline.records.ledger import Record
-from layerline.pipeline.run.runner import Result
+from layerline.pipeline.run.outcome import Result
 from layerline.views import formatting
 from layerline.views.screen import cleaned, words
 

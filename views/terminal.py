@@ -30,8 +30,8 @@ from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.reasons import as_written, awaited, changes, label
 from layerline.pipeline.report import Order, Report, Scalar
 from layerline.pipeline.run.check import Checked
+from layerline.pipeline.run.outcome import Outcome, Result
 from layerline.pipeline.run.plan import Step, shown
-from layerline.pipeline.run.runner import Outcome, Result
 from layerline.pipeline.stage import Stage
 from layerline.pipeline.untrusted import printable
 from layerline.views import formatting, lines

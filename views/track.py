@@ -14,8 +14,8 @@ from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import PipeError, Unavailable, brief, words
 from layerline.pipeline.files import write_atomic
 from layerline.pipeline.run.check import require_tracker
+from layerline.pipeline.run.outcome import Listener, Outcome, Result
 from layerline.pipeline.run.plan import open_planner
-from layerline.pipeline.run.runner import Listener, Outcome, Result
 from layerline.pipeline.stage import Stage
 from layerline.views import html
 

@@ -19,8 +19,10 @@ from layerline.pipeline.config.project import Project, load
 from layerline.pipeline.errors import ConfigError, located
 from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.report import GAIN, OWN, LayerDiff, Report, Scalar
+from layerline.pipeline.run.outcome import Listener
 from layerline.pipeline.run.plan import open_planner
-from layerline.pipeline.run.runner import Listener, Runner, temporary_work
+from layerline.pipeline.run.runner import Runner
+from layerline.pipeline.run.workplace import temporary_work
 from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
 

@@ -10,8 +10,9 @@ from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import ConfigError, PipeError
 from layerline.pipeline.records.store import Artifact
 from layerline.pipeline.report import LayerDiff, Report
+from layerline.pipeline.run.outcome import Listener
 from layerline.pipeline.run.plan import open_planner
-from layerline.pipeline.run.runner import Listener, input_folders, temporary_work
+from layerline.pipeline.run.workplace import input_folders, temporary_work
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 

@@ -13,7 +13,7 @@ from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.report import CLIPPED, WEIGHT, Report, Scalar
 from layerline.pipeline.run.plan import open_planner
-from layerline.pipeline.run.runner import temporary_work
+from layerline.pipeline.run.workplace import temporary_work
 from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
 

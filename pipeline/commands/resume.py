@@ -12,8 +12,9 @@ from layerline.pipeline.config.project import Project, as_options, load
 from layerline.pipeline.errors import ConfigError, PipeError
 from layerline.pipeline.files import entries
 from layerline.pipeline.report import Report
+from layerline.pipeline.run.outcome import Listener
 from layerline.pipeline.run.plan import SETS, asked, has_checkpoint, open_planner, order
-from layerline.pipeline.run.runner import Listener, temporary_work
+from layerline.pipeline.run.workplace import temporary_work
 from layerline.pipeline.stage import Stage, Work
 from layerline.pipeline.task import Task
 from layerline.pipeline.untrusted import launched

@@ -13,129 +13,32 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from filelock import Timeout
 
 from layerline.pipeline.config.project import Project
-from layerline.pipeline.errors import (
-    PipeError,
-    StageError,
-    TaskError,
-    Unavailable,
-    as_pipe_error,
-    exit_code,
-    failure_fields,
-)
+from layerline.pipeline.errors import PipeError, StageError, TaskError, Unavailable, as_pipe_error
 from layerline.pipeline.files import copied, own_folder, remove, write_own
 from layerline.pipeline.keys import env
 from layerline.pipeline.records.ledger import Record, Run, new_run_id, printable_error
-from layerline.pipeline.records.run_lock import at_work, lock, temporary_folder
+from layerline.pipeline.records.run_lock import at_work, lock
 from layerline.pipeline.records.store import Artifact
 from layerline.pipeline.report import Report
 from layerline.pipeline.run import check as checking
+from layerline.pipeline.run.outcome import Listener, Outcome, Result
 from layerline.pipeline.run.plan import ORDER, SETS, Step, open_planner, order, shown
-from layerline.pipeline.stage import Log, Stage, Work
+from layerline.pipeline.run.workplace import input_folders, temporary_work
+from layerline.pipeline.stage import Stage, Work
 from layerline.pipeline.task import Task
 from layerline.pipeline.untrusted import launched
 
 BROKEN_OFF = "an earlier run did not come to its end: it was killed, or its own code ended the process"
-State = Literal["ran", "cached", "failed", "blocked"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What became of one stage in a run."""
-
-    name: str
-    state: State
-    reason: str
-    seconds: float = 0.0
-    record: Record | None = None
-    error: PipeError | None = None
-
-    @property
-    def passed(self) -> bool:
-        return self.state in ("ran", "cached")
-
-    @property
-    def worked(self) -> bool:
-        """Whether the stage did work in this run: a cached stage, or one whose failure is cached, did none."""
-        return self.state == "ran" or (self.state == "failed" and self.seconds > 0)
-
-    def to_json(self) -> dict[str, Any]:
-        record = self.record
-        return {
-            "name": self.name,
-            "state": self.state,
-            "reason": self.reason,
-            "key": record and record.key,
-            "digest": record and record.digest,
-            "seconds": round(self.seconds, 3),
-            "passed": self.passed,
-            "error": self.error and self.error.to_json(),
-            "worst": record and record.worst and dict(record.worst),
-            "metrics": dict(record.metrics if record else {}),
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a run did: its results in order, and the later stages it left out of date."""
-
-    run: str
-    results: tuple[Result, ...]
-    out_of_date: tuple[Step, ...] = ()
-
-    @property
-    def passed(self) -> bool:
-        return all(r.passed for r in self.results)
-
-    @property
-    def exit_code(self) -> int:
-        """0 done, 1 a gate failed, 2 a usage error, 3 something this machine lacks."""
-        if self.error is not None:
-            return exit_code(self.error)
-        return int(not self.passed)
-
-    @property
-    def error(self) -> PipeError | None:
-        """Why the run failed: the error of the first stage that has one."""
-        return next((result.error for result in self.results if result.error), None)
-
-    def to_json(self) -> dict[str, Any]:
-        stages = [result.to_json() for result in self.results]
-        return {"run": self.run, "passed": self.passed, **failure_fields(self.error), "stages": stages}
-
-
-class Listener(Log, Protocol):
-    """Hears about a run as it happens."""
-
-    def started(self, stage: Stage, reason: str) -> None:
-        """A stage begins to work."""
-
-    def finished(self, result: Result) -> None:
-        """A stage is done, one way or another."""
-
-
-@contextmanager
-def temporary_work(task: Task, log: Log, inputs: Mapping[str, Path], parts: Mapping[str, str]) -> Iterator[Work]:
-    """What a stage is handed where nothing of it is kept."""
-    with temporary_folder() as folder:
-        out, scratch = folder / "out", folder / "scratch"
-        out.mkdir()
-        scratch.mkdir()
-        yield Work(inputs=inputs, task=task, out=out, scratch=scratch, log=log, parts=parts)
-
-
-def input_folders(stage: Stage, made: Mapping[str, Artifact | None]) -> dict[str, Path]:
-    """The folder of the artifact behind each port of a stage, of the artifacts there are by kind."""
-    artifacts = {port: made[kind] for port, kind in stage.takes.items()}
-    return {port: artifact.path for port, artifact in artifacts.items() if artifact is not None}
+_FAILED_BEFORE = "failed before; nothing that it depends on has changed"
 
 
 class Runner:
@@ -151,6 +54,8 @@ class Runner:
         self._announced: set[str] = set()
         self._named: tuple[str, ...] = ()
         self._sequence = 0
+        # The artifacts that this run made or found, by kind.
+        self._made: dict[str, Artifact | None] = {}
 
     def run(self, names: Sequence[str] | None = None, *, force: bool = False, run_id: str = "") -> Outcome:
         """Runs the named stages (None: all) and the stages that they need, if they are out of date.
@@ -162,11 +67,10 @@ class Runner:
         if launched()[0] > 0:
             return self._follow(stages)
         self._named = tuple(s.name for s in stages)
-        forced = {s.name for s in stages if force and (names is None or s.name in names)}
         run_id = filed_id = run_id or new_run_id()
         self._sequence = self.ledger.next_sequence()
+        self._made = {}
         results: list[Result] = []
-        made: dict[str, Artifact | None] = {}
         later: tuple[Step, ...] = ()
         with at_work(self.project.state) as was_broken_off:
             if was_broken_off:
@@ -175,25 +79,206 @@ class Runner:
                 self.listener.say(f"the record of run {name} is damaged and was set aside; `pipe gc` removes it")
             try:
                 for stage in stages:
-                    failed = [r.name for r in results if r.state == "failed"]
+                    failed = [result.name for result in results if result.state == "failed"]
                     if failed:
                         result = Result(name=stage.name, state="blocked", reason=f"{failed[0]} failed")
                     else:
-                        result = self._advance(stage, made, forced=stage.name in forced)
+                        forced = force and (names is None or stage.name in names)
+                        result = self._advance(stage, forced=forced)
+                    # The other ranks wait to hear of each stage that they may take part in.
                     self._announce(stage, runs=False)
                     results.append(result)
                     self.listener.finished(result)
+                    # After each stage: a kill later on leaves a run with what was finished.
                     filed_id = self._remember(run_id, results)
-                if not any(r.error and not r.record for r in results):
-                    later = self._later(stages, made)
+                if not any(result.error and not result.record for result in results):
+                    later = self._later(stages)
             finally:
                 self.planner.hasher.save()
         return Outcome(run=filed_id, results=tuple(results), out_of_date=later)
 
+    # One stage
+
+    def _advance(self, stage: Stage, *, forced: bool) -> Result:
+        """Brings one stage up to date. Its errors become part of the result."""
+        started = time.monotonic()
+        reason = ""
+        try:
+            step = self.planner.step(stage, self._made)
+            reason = step.reason
+            ran = False
+            if forced and step.artifact:
+                reason = "forced"
+            if forced or step.artifact is None:
+                step, ran = self._make(step, forced=forced, reason=reason)
+            self._made[stage.gives] = step.artifact
+            if ran:
+                return self._result(step, "ran", reason)
+            assert step.record is not None
+            with suppress(OSError):  # a project that can't be written is still up to date
+                self.ledger.put(step.record)
+            return self._result(step, "cached", step.reason)
+        except BrokenPipeError:  # whoever read our output has gone: no fault of the stage
+            raise
+        except (PipeError, OSError, MemoryError) as raised:
+            seconds = time.monotonic() - started
+            return Result(name=stage.name, state="failed", reason=reason, seconds=seconds, error=as_pipe_error(raised))
+
+    def _result(self, step: Step, state: Literal["ran", "cached"], reason: str) -> Result:
+        """The result of a stage that has a record, which may say that a gate failed."""
+        record = step.record
+        assert record is not None
+        seconds = record.seconds
+        if state == "cached":
+            seconds = 0.0
+        result = Result(name=step.stage.name, state=state, reason=reason, seconds=seconds, record=record)
+        if record.passed:
+            return result
+        if state == "cached":
+            result = replace(result, reason=_FAILED_BEFORE)
+        return replace(result, state="failed", error=self.ledger.report(record).failure())
+
+    def _make(self, step: Step, *, forced: bool, reason: str) -> tuple[Step, bool]:
+        """Runs a stage, unless another process has made its artifact in the meantime; whether it ran."""
+        assert step.key is not None
+        own_folder(self.project.works, self.project.state)
+        work = self.project.works / step.key
+        with self._lock(work, step.stage):
+            now = self.planner.step(step.stage, self._made)
+            if now.artifact is not None and not forced:
+                return replace(now, reason="made by another process"), False
+            adopted = None
+            if not forced:
+                adopted = self._adopt(now, work)
+            if adopted is not None:
+                return replace(now, artifact=adopted, reason="finished by a run that was cut short"), False
+            if step.stage.long:
+                self._look_ahead()
+            self._sign(work)
+            self.listener.started(step.stage, reason)
+            return self._execute(step, work), True
+
+    @contextmanager
+    def _lock(self, work: Path, stage: Stage) -> Iterator[None]:
+        """Holds the lock of a working folder; waits for the process that has it."""
+        work_lock = lock(work.with_suffix(".lock"))
+        try:
+            work_lock.acquire(timeout=0)
+        except Timeout:
+            self.listener.say(f"{stage.name}: another process is working on it; waiting")
+            work_lock.acquire()
+        try:
+            yield
+        finally:
+            work_lock.release()
+
+    def _adopt(self, step: Step, work: Path) -> Artifact | None:
+        """The output of a run that was killed between recording it and moving it into the store."""
+        if step.record is None or not self.ledger.report_is_whole(step.record.report):
+            return None
+        sealed = self.store.sealed(work / "out")
+        if sealed is None or sealed.digest != step.record.digest:
+            return None
+        artifact = self.store.move_in(sealed)
+        shutil.rmtree(work)
+        return artifact
+
+    def _sign(self, work: Path) -> None:
+        """Writes into a working folder what `pipe resume` needs: its place among the others, and the overrides.
+
+        Only under the lock: the process that held it before removes the folder when it is done.
+        """
+        works = self.project.works
+        number = 1 + max((order(path.parent) for path in works.glob(f"*/{ORDER}")), default=0)
+        write_own(work / ORDER, str(number), works, durable=False)
+        write_own(work / SETS, json.dumps(self.project.sets), works, durable=False)
+
+    def _execute(self, step: Step, work: Path) -> Step:
+        """Runs the stage in its working folder, and files what it left: seal, record, move into the store."""
+        stage_work = self._prepared(step, work)
+        started = time.monotonic()
+        self._announce(step.stage, runs=True)
+        with self._task.border():
+            report = step.stage.run(stage_work)
+        seconds = time.monotonic() - started
+        if not isinstance(report, Report):
+            raise StageError(f"stage {step.stage.name} returned {type(report).__name__}, not a Report")
+        change = self.planner.changed(step, self._task.imported)
+        if change:
+            raise _changed_while_read(change, step.stage, change.split(" ")[0])
+        # In this order: a kill after the record leaves a sealed output, which the next run adopts.
+        sealed = self.store.seal(stage_work.out, step.stage.gives, step.stage.side)
+        record = self._record(step, sealed.digest, report, seconds)
+        self.ledger.put(record)
+        artifact = self.store.move_in(sealed)
+        shutil.rmtree(work)
+        return replace(step, record=record, artifact=artifact)
+
+    def _prepared(self, step: Step, work: Path) -> Work:
+        """What the stage is handed: an empty folder for its output, and what an earlier run left in its scratch one."""
+        out, scratch = work / "out", work / "scratch"
+        remove(out)
+        out.mkdir()
+        own_folder(scratch, work)
+        for path in scratch.rglob("*"):
+            # What a stage writes into its scratch folder must not land where a link leads.
+            if path.is_symlink():
+                remove(path)
+        return Work(
+            inputs=input_folders(step.stage, self._made),
+            task=self._task,
+            out=out,
+            scratch=scratch,
+            log=self.listener,
+            copies=self._copied(step, work),
+            parts=shown(step.parts),
+        )
+
+    def _copied(self, step: Step, work: Path) -> Path | None:
+        """A folder with a copy of each file that the stage reads, hashed while it was copied; None if it reads none."""
+        folder = work / "copies"
+        remove(folder)
+        for name in step.stage.files():
+            own_folder((folder / name).parent, work)
+            try:
+                digest = copied(self.project.root / name, folder / name)
+            except FileNotFoundError:
+                digest = ""
+            if digest != step.parts[f"file.{name}"]:
+                raise _changed_while_read(f"{name} was changed", step.stage, name)
+        if not step.stage.files():
+            return None
+        return folder
+
+    def _record(self, step: Step, digest: str, report: Report, seconds: float) -> Record:
+        assert step.key is not None
+        # Only what was measured: an engine that could not be run has no worst layer.
+        worst = [r for r in report.sorted(report.order)[:1] if r.sqnr_db is not None or not r.passed]
+        return Record(
+            stage=step.stage.name,
+            key=step.key,
+            digest=digest,
+            kind=step.stage.gives,
+            report=self.ledger.put_report(report),
+            passed=report.passed,
+            seconds=round(seconds, 3),
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            parts=shown(step.parts),
+            notes=step.notes,
+            worst=worst[0].summary() if worst else None,
+            metrics=report.plain_metrics(),
+            versions=env.versions(),
+        )
+
+    # Before a stage
+
     def _same_code(self) -> None:
         """Code just imported must be the code the keys were made from; checked for all hooks, also of later stages."""
         fresh = open_planner(self.project)
-        for hook in sorted({h for s in self.project.stages for h in s.hooks()}):
+        hooks: set[str] = set()
+        for stage in self.project.stages:
+            hooks.update(stage.hooks())
+        for hook in sorted(hooks):
             try:
                 same = self.planner.fingerprint(hook).digest == fresh.fingerprint(hook).digest
             except TaskError:
@@ -204,106 +289,6 @@ class Runner:
                     where=self.project.task,
                     hint="run again; nothing was recorded",
                 )
-
-    def _follow(self, stages: Sequence[Stage]) -> Outcome:
-        """What a rank other than the first does."""
-        results: list[Result] = []
-        for stage in stages:
-            if not stage.together:
-                continue
-            started = time.monotonic()
-            error: PipeError | None = None
-            try:
-                if not stage.follow():
-                    continue
-                # Stages that run together take no input so far: what they would read lies in rank 0's store.
-                parts = shown(self.planner.step(stage, {}).parts)
-                with temporary_work(self._task, self.listener, {}, parts) as work, self._task.border():
-                    stage.run(work)
-            except (PipeError, OSError, MemoryError) as raised:
-                error = as_pipe_error(raised)
-            results.append(
-                Result(
-                    name=stage.name,
-                    state="failed" if error else "ran",
-                    reason=f"as rank {launched()[0]}",
-                    seconds=time.monotonic() - started,
-                    error=error,
-                )
-            )
-        return Outcome(run="", results=tuple(results))
-
-    def _announce(self, stage: Stage, *, runs: bool) -> None:
-        if stage.together and stage.name not in self._announced and launched()[1] > 1:
-            self._announced.add(stage.name)
-            stage.announce(runs=runs)
-
-    def _advance(self, stage: Stage, made: dict[str, Artifact | None], *, forced: bool) -> Result:
-        """Brings one stage up to date. Its errors become part of the result."""
-        started = time.monotonic()
-        reason = ""
-        ran = False
-        try:
-            step = self.planner.step(stage, made)
-            reason = step.reason
-            if forced and step.artifact:
-                reason = "forced"
-            if step.artifact is None or forced:
-                step, ran = self._make(step, made, forced=forced, reason=reason)
-            record = step.record
-            assert record is not None
-            if not ran:
-                with suppress(OSError):  # a project that can't be written is still up to date
-                    self.ledger.put(record)
-            made[stage.gives] = step.artifact
-            error: PipeError | None = None
-            if not record.passed:
-                error = self.ledger.report(record).failure()
-        except BrokenPipeError:  # whoever read our output has gone: no fault of the stage
-            raise
-        except (PipeError, OSError, MemoryError) as raised:
-            seconds = time.monotonic() - started
-            return Result(name=stage.name, state="failed", reason=reason, seconds=seconds, error=as_pipe_error(raised))
-        state: State = "ran"
-        seconds = record.seconds
-        if not ran:
-            state, reason, seconds = "cached", step.reason, 0.0
-        if error:
-            state = "failed"
-        if error and not ran:
-            reason = "failed before; nothing that it depends on has changed"
-        return Result(name=stage.name, state=state, reason=reason, seconds=seconds, record=record, error=error)
-
-    def _make(self, step: Step, made: Mapping[str, Artifact | None], *, forced: bool, reason: str) -> tuple[Step, bool]:
-        """Runs a stage under its lock, unless another process has made its artifact in the meantime; whether it ran."""
-        assert step.key is not None
-        works = self.project.works
-        own_folder(works, self.project.state)
-        work = works / step.key
-        work_lock = lock(work.with_suffix(".lock"))
-        try:
-            work_lock.acquire(timeout=0)
-        except Timeout:
-            self.listener.say(f"{step.stage.name}: another process is working on it; waiting")
-            work_lock.acquire()
-        try:
-            now = self.planner.step(step.stage, made)
-            if now.artifact is not None and not forced:
-                return replace(now, reason="made by another process"), False
-            adopted = self._adopt(now, work, forced=forced)
-            if adopted is not None:
-                return replace(now, artifact=adopted, reason="finished by a run that was cut short"), False
-            if step.stage.long:
-                self._look_ahead()
-            # Only under the lock: the process that held it before removes the folder when it is done.
-            number = 1 + max((order(p.parent) for p in works.glob(f"*/{ORDER}")), default=0)
-            write_own(work / ORDER, str(number), works, durable=False)
-            write_own(work / SETS, json.dumps(self.project.sets), works, durable=False)
-            self.listener.started(step.stage, reason)
-            record, artifact = self._execute(step, work, made)
-            return replace(step, record=record, artifact=artifact), True
-        finally:
-            work_lock.release()
 
     def _look_ahead(self) -> None:
         """Before a stage that may take long, checks the stages of this run, so that no later stage fails after it."""
@@ -331,93 +316,43 @@ class Runner:
         if not done.errors:
             checking.remember(self.project, key)
 
-    def _execute(self, step: Step, work: Path, made: Mapping[str, Artifact | None]) -> tuple[Record, Artifact]:
-        out, scratch = work / "out", work / "scratch"
-        remove(out)
-        out.mkdir()
-        own_folder(scratch, work)
-        for path in scratch.rglob("*"):
-            # What a stage writes into its scratch folder must not land where a link leads.
-            if path.is_symlink():
-                remove(path)
-        stage_work = Work(
-            inputs=input_folders(step.stage, made),
-            task=self._task,
-            out=out,
-            scratch=scratch,
-            log=self.listener,
-            copies=self._copied(step, work),
-            parts=shown(step.parts),
-        )
-        started = time.monotonic()
-        self._announce(step.stage, runs=True)
-        with self._task.border():
-            report = step.stage.run(stage_work)
-        seconds = time.monotonic() - started
-        if not isinstance(report, Report):
-            raise StageError(f"stage {step.stage.name} returned {type(report).__name__}, not a Report")
-        change = self.planner.changed(step, self._task.imported)
-        if change:
-            raise _changed_while_read(change, step.stage, change.split(" ")[0])
-        sealed = self.store.seal(out, step.stage.gives, step.stage.side)
-        record = self._record(step, sealed.digest, report, seconds)
-        self.ledger.put(record)
-        artifact = self.store.move_in(sealed)
-        shutil.rmtree(work)
-        return record, artifact
+    # Ranks
 
-    def _copied(self, step: Step, work: Path) -> Path | None:
-        """A folder with a copy of each file that the stage reads, hashed while it was copied."""
-        folder = work / "copies"
-        remove(folder)
-        for name in step.stage.files():
-            own_folder((folder / name).parent, work)
+    def _announce(self, stage: Stage, *, runs: bool) -> None:
+        """Tells the other ranks, once for each stage, whether it runs."""
+        if stage.together and stage.name not in self._announced and launched()[1] > 1:
+            self._announced.add(stage.name)
+            stage.announce(runs=runs)
+
+    def _follow(self, stages: Sequence[Stage]) -> Outcome:
+        """What a rank other than the first does."""
+        results: list[Result] = []
+        for stage in stages:
+            if not stage.together:
+                continue
+            started = time.monotonic()
+            error: PipeError | None = None
             try:
-                digest = copied(self.project.root / name, folder / name)
-            except FileNotFoundError:
-                digest = ""
-            if digest != step.parts[f"file.{name}"]:
-                raise _changed_while_read(f"{name} was changed", step.stage, name)
-        if not step.stage.files():
-            return None
-        return folder
+                if not stage.follow():
+                    continue
+                # Stages that run together take no input so far: what they would read lies in rank 0's store.
+                parts = shown(self.planner.step(stage, {}).parts)
+                with temporary_work(self._task, self.listener, {}, parts) as work, self._task.border():
+                    stage.run(work)
+            except (PipeError, OSError, MemoryError) as raised:
+                error = as_pipe_error(raised)
+            seconds = time.monotonic() - started
+            result = Result(name=stage.name, state="ran", reason=f"as rank {launched()[0]}", seconds=seconds)
+            if error:
+                result = replace(result, state="failed", error=error)
+            results.append(result)
+        return Outcome(run="", results=tuple(results))
 
-    def _adopt(self, step: Step, work: Path, *, forced: bool) -> Artifact | None:
-        """The output of a run that was killed between recording it and moving it into the store."""
-        if forced or step.record is None or not self.ledger.report_is_whole(step.record.report):
-            return None
-        sealed = self.store.sealed(work / "out")
-        if sealed is None or sealed.digest != step.record.digest:
-            return None
-        artifact = self.store.move_in(sealed)
-        shutil.rmtree(work)
-        return artifact
-
-    def _record(self, step: Step, digest: str, report: Report, seconds: float) -> Record:
-        assert step.key is not None
-        # Only what was measured: an engine that could not be run has no worst layer.
-        differing = [
-            record for record in report.sorted(report.order)[:1] if record.sqnr_db is not None or not record.passed
-        ]
-        return Record(
-            stage=step.stage.name,
-            key=step.key,
-            digest=digest,
-            kind=step.stage.gives,
-            report=self.ledger.put_report(report),
-            passed=report.passed,
-            seconds=round(seconds, 3),
-            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            parts=shown(step.parts),
-            notes=step.notes,
-            worst=differing[0].summary() if differing else None,
-            metrics=report.plain_metrics(),
-            versions=env.versions(),
-        )
+    # After a stage
 
     def _remember(self, run_id: str, results: Sequence[Result]) -> str:
         """Files the run, also one that ended in an error, and returns its id; that of the newest if both end alike."""
-        records = tuple(r.record for r in results if r.record)
+        records = tuple(result.record for result in results if result.record)
         errors = {r.name: printable_error(r.error) for r in results if r.error and not r.record}
         if not records and not errors:
             return run_id
@@ -428,8 +363,8 @@ class Runner:
                 is_repeated = not newest.passed and (newest.records, newest.errors) == (records, errors)
             if is_repeated:
                 return newest.id
-        ran = tuple(r.name for r in results if r.worked)
-        passed = len(results) == len(self._named) and all(r.passed for r in results)
+        ran = tuple(result.name for result in results if result.worked)
+        passed = len(results) == len(self._named) and all(result.passed for result in results)
         run = Run(run_id, passed, records, ran, self.project.sets, self._sequence, errors)
         try:
             self.ledger.put_run(run)
@@ -438,17 +373,17 @@ class Runner:
                 raise
         return run_id
 
-    def _later(self, ran: Sequence[Stage], made: dict[str, Artifact | None]) -> tuple[Step, ...]:
+    def _later(self, ran: Sequence[Stage]) -> tuple[Step, ...]:
         """Stages outside this run that are not fresh any more."""
         steps = []
         for stage in self.project.stages:
             if stage in ran:
                 continue
             try:
-                step = self.planner.step(stage, made)
+                step = self.planner.step(stage, self._made)
             except PipeError as error:  # it would fail, which is no fault of this run
                 step = Step(stage=stage, key=None, parts={}, reason=str(error).splitlines()[0])
-            made[stage.gives] = step.artifact
+            self._made[stage.gives] = step.artifact
             if step.artifact is None:
                 steps.append(step)
         return tuple(steps)

@@ -15,7 +15,8 @@ from layerline.pipeline import stage_table
 from layerline.pipeline.config import project as projects
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import Gate, LayerDiff, Report
-from layerline.pipeline.run.runner import Outcome, Result, Runner
+from layerline.pipeline.run.outcome import Outcome, Result
+from layerline.pipeline.run.runner import Runner
 from layerline.pipeline.stage import Stage, Work
 
 

@@ -15,7 +15,8 @@ from onnx import helper, numpy_helper
 from layerline.pipeline.config.project import load
 from layerline.pipeline.run import check as checking
 from layerline.pipeline.run.check import Checked
-from layerline.pipeline.run.runner import Outcome, Runner
+from layerline.pipeline.run.outcome import Outcome
+from layerline.pipeline.run.runner import Runner
 
 TASK = """import numpy as np, torch
 from torch import nn

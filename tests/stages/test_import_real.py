@@ -11,7 +11,8 @@ import pytest
 
 from layerline.pipeline.config import project as projects
 from layerline.pipeline.init import from_files
-from layerline.pipeline.run.runner import Outcome, Runner
+from layerline.pipeline.run.outcome import Outcome
+from layerline.pipeline.run.runner import Runner
 from layerline.views.terminal import Silent
 
 pytestmark = pytest.mark.slow

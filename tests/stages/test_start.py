@@ -19,7 +19,8 @@ from layerline.graph.io.module_identity import modules
 from layerline.pipeline.config import project as projects
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.init import from_files
-from layerline.pipeline.run.runner import Outcome, Runner
+from layerline.pipeline.run.outcome import Outcome
+from layerline.pipeline.run.runner import Runner
 from layerline.views.terminal import Silent
 from tests.stages.foreign import conv, model
 

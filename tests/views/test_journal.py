@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from layerline.pipeline.records.run_lock import at_work
-from layerline.pipeline.run.runner import Result, Runner
+from layerline.pipeline.run.outcome import Result
+from layerline.pipeline.run.runner import Runner
 from layerline.views import journal
 from layerline.views.journal import ROWS, Journal, Listeners
 from tests.pipeline.fakes import Folder, Listener

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from layerline.pipeline.report import Report
-from layerline.pipeline.run.runner import Result
+from layerline.pipeline.run.outcome import Result
 from layerline.views.lines import figures
 from layerline.views.screen import Screen
 from layerline.views.terminal import Live

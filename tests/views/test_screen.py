@@ -13,7 +13,7 @@ from rich.text import Text
 from layerline.pipeline.commands.lookup import Beside
 from layerline.pipeline.errors import PipeError
 from layerline.pipeline.report import Gate, Report
-from layerline.pipeline.run.runner import Result
+from layerline.pipeline.run.outcome import Result
 from layerline.views import screen, terminal
 from layerline.views.html import page
 from tests.views.samples import diff, record, run_of

@@ -11,7 +11,8 @@ import pytest
 
 from layerline.pipeline.errors import ConfigError, Unavailable
 from layerline.pipeline.run.check import check, require_tracker
-from layerline.pipeline.run.runner import Outcome, Runner
+from layerline.pipeline.run.outcome import Outcome
+from layerline.pipeline.run.runner import Runner
 from layerline.views import terminal
 from layerline.views.journal import watched_run
 from layerline.views.track import Tracking
