@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from layerline.pipeline import nearest, stage_table
 from layerline.pipeline.config.document import Document
-from layerline.pipeline.config.validation_errors import elsewhere, field_paths, mistake, unfit_numbers
+from layerline.pipeline.config.validation_errors import UNKNOWN, field_paths, mistake, unfit_numbers
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.files import check_link
 from layerline.pipeline.keys import canonical
@@ -25,8 +25,9 @@ FILE = "pipe.yaml"
 STATE = ".layerline"
 _OWN_KEYS = ("name", "task", "data", "check", "track")
 TRACKERS = ("tensorboard", "mlflow")
-# What is said of a field that there is not.
-_UNKNOWN = ("unknown field", "no such field")
+_PLACES_SHOWN = 3
+# What is said of a field that there is not: the second by the sections of train.
+_UNKNOWN = (UNKNOWN, "no such field")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,17 +126,24 @@ def as_options(overrides: Sequence[str]) -> str:
     return " ".join(f"--set {shlex.quote(text)}" for text in overrides)
 
 
-def _hint(name: str, hint: str, stage: str = "") -> str:
-    """The hint for an unknown name: where it names nothing that is near, the place where such a field is, first in the
-    stage that it was written in."""
-    if hint.startswith("did you mean"):
-        return hint
-    fields: list[tuple[str, ...]] = []
+def _hint(name: str, valid: str, stage: str = "") -> str:
+    """The hint for an unknown name: the nearest at its place in `valid`, else the places where a field is called so.
+
+    Those of `stage`, in which it was written, come before those of other stages.
+    """
+    if valid.startswith("did you mean"):
+        return valid
+    places: dict[str, list[str]] = {}
     for other in stage_table.names():
         cls = stage_table.imported(other)
         if cls is not None:
-            fields += [(other, *path) for path in cls.written() or field_paths(cls)]
-    return elsewhere(name, fields, stage) or hint
+            for path in cls.written() or field_paths(cls):
+                places.setdefault(path[-1], []).append(".".join((other, *path)))
+    matching = set(places.get(nearest.closest(name, places), []))
+    paths = sorted(matching, key=lambda path: (not path.startswith(f"{stage}."), path.count("."), path))
+    if not paths:
+        return valid
+    return f"did you mean {' or '.join(paths[:_PLACES_SHOWN])}?"
 
 
 def _stage_names(raw: Mapping[str, Any], document: Document) -> list[str]:

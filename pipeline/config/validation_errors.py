@@ -14,13 +14,12 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from layerline.pipeline.nearest import closest, hint
+from layerline.pipeline.nearest import hint
 
 Place = tuple[str | int, ...]
 
-# A hint names at most so many places of a field, and looks for them at most so deep.
-_PLACES_SHOWN = 3
-_DEEPEST = 4
+UNKNOWN = "unknown field"
+_DEEPEST = 4  # so many levels below a stage fields are looked for
 # What stands in a path for a key of one's own, and for an item of a list.
 _STEPS = ("NAME", "0")
 
@@ -97,17 +96,6 @@ def unfit_numbers(raw: Any, taken: Any, place: Place = ()) -> Iterator[Mistake]:
             yield from unfit_numbers(value, taken[i] if same_length else None, (*place, i))
 
 
-def elsewhere(name: str, fields: Sequence[Sequence[str]], stage: str = "") -> str:
-    """A hint with the places, of all fields' paths, where one of this name or of one close to it can be written. Those
-    of `stage`, in which it was written, come first."""
-    name = closest(name, [f[-1] for f in fields])
-    matching = {".".join(f) for f in fields if f[-1] == name}
-    paths = sorted(matching, key=lambda path: (not path.startswith(f"{stage}."), path.count("."), path))
-    if not paths:
-        return ""
-    return f"did you mean {' or '.join(paths[:_PLACES_SHOWN])}?"
-
-
 def field_paths(cls: type[BaseModel], place: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Every field that a model takes, as a path; NAME stands for a key of one's own, 0 for an item of a list."""
     for name, info in cls.model_fields.items():
@@ -164,7 +152,7 @@ def _in_words(cls: type[BaseModel], faults: Sequence[_Fault]) -> Mistake:
     if first.kind == "missing":
         return Mistake(place, "it is required, and missing")
     if first.kind == "extra_forbidden":
-        return Mistake(place, "unknown field", _nearest_field(cls, place))
+        return Mistake(place, UNKNOWN, hint(str(place[-1]), _names(cls, place[:-1])))
     if first.kind == "literal_error" and isinstance(written, str) and len(faults) == 1:
         valid = [v.strip("'") for v in re.split(", | or ", first.error["ctx"]["expected"])]
         return Mistake(place, f"unknown value {written!r}", hint(written, valid))
@@ -175,19 +163,6 @@ def _in_words(cls: type[BaseModel], faults: Sequence[_Fault]) -> Mistake:
     if wanted == "expected a list" and isinstance(written, str | int | float):
         advice = f"a list of one: [{written}]"
     return Mistake(place, f"{wanted}, saw {written!r:.80}", advice)
-
-
-def _nearest_field(cls: type[BaseModel], place: Place) -> str:
-    name = str(place[-1])
-    valid = _names(cls, place[:-1])
-    paths = list(field_paths(cls))
-    stage = getattr(cls, "name", "")
-    if isinstance(stage, str) and stage:
-        paths = [(stage, *path) for path in paths]
-    is_elsewhere = any(path[-1] == name for path in paths)
-    if is_elsewhere or not closest(name, valid):
-        return elsewhere(name, paths) or hint(name, valid)
-    return hint(name, valid)
 
 
 def _expected(cls: type[BaseModel], fault: _Fault) -> str:

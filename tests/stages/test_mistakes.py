@@ -63,7 +63,7 @@ def test_with_line_and_field(stage: str, text: str, told: str, tmp_path: Path) -
         ("train.calibrator=mse", "quantize.calibrator"),
         ("calibrator=mse", "quantize.calibrator"),
         ("calibratr=mse", "quantize.calibrator"),
-        ("quantize.lr=1", "quantize.qat.lr"),
+        ("quantize.lr=1", "quantize.qat.lr or train.optimizer.lr or train.swa.lr"),
         ("optimizer.lr=1", "train.optimizer"),
         ("ema_decay=1", "quantize.qat.ema_decay or train.training.ema_decay"),
         ("profiles=[]", "engine.profiles"),
