@@ -88,21 +88,13 @@ def follow_views(rows: Sequence[Followed], stages: Sequence[str], own: Sequence[
 def _view(
     label: str, rows: Sequence[Followed], second: Column, stages: Sequence[str], kind: Kind, text: CellText
 ) -> TableView:
-    placed = sorted(enumerate(rows, 1), key=lambda pair: pair[1].rank)
-    ordered = [row for _, row in placed]
-    columns: list[tuple[Column, Sequence[str]]] = [
-        (Column("layer"), [row.layer for row in ordered]),
-        (second, [row.value for row in ordered]),
-    ]
-    for stage in stages:
-        cells = [_cell(row.records.get(stage), text) for row in ordered]
-        columns.append((Column(stage, kind), cells))
-    columns += [
-        (Column(MERGED), [row.into for row in ordered]),
-        (Column("op"), [row.op for row in ordered]),
-        (Column("order", "number"), [str(place) for place, _ in placed]),
-    ]
-    return filled(columns, label)
+    of_stages = (Column(stage, kind) for stage in stages)
+    columns = (Column("layer"), second, *of_stages, Column(MERGED), Column("op"), Column("order", "number"))
+    cells = []
+    for place, row in sorted(enumerate(rows, 1), key=lambda pair: pair[1].rank):
+        levels = [_cell(row.records.get(stage), text) for stage in stages]
+        cells.append([row.layer, row.value, *levels, row.into, row.op, str(place)])
+    return filled(columns, cells, label)
 
 
 def _cell(record: LayerDiff | None, text: CellText) -> str:

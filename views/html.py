@@ -251,14 +251,14 @@ def _channels(report: Report) -> list[dict[str, Scalar]]:
 
 
 def _gates(gates: Sequence[Gate]) -> TableView:
-    columns = [
-        (Column("gate"), [gate.name for gate in gates]),
-        (Column("verdict", "verdict"), [outcome(gate.passed) for gate in gates]),
-        (Column("seen"), [gate.seen for gate in gates]),
-        (Column("expected"), [gate.expected for gate in gates]),
-        (Column("what to do"), ["" if gate.passed else gate.hint for gate in gates]),
-    ]
-    return filled(columns)
+    columns = (Column("gate"), Column("verdict", "verdict"), Column("seen"), Column("expected"), Column("what to do"))
+    rows = []
+    for gate in gates:
+        row = [gate.name, outcome(gate.passed), gate.seen, gate.expected, ""]
+        if not gate.passed:
+            row[-1] = gate.hint
+        rows.append(row)
+    return filled(columns, rows)
 
 
 def _made_with(record: Record) -> dict[str, str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
+from itertools import compress
 from typing import Any, Literal
 
 from layerline.pipeline.report import CLIPPED, GAIN, LayerDiff, Order, Report, Scalar
@@ -40,14 +41,11 @@ class TableView:
     rows: Sequence[Sequence[str]]
 
 
-_Cells = tuple[Column, Sequence[str]]
-
-
-def filled(columns: Iterable[_Cells], label: str = "") -> TableView:
-    """A table of the columns that have any entry."""
-    kept = [(column, cells) for column, cells in columns if any(cells)]
-    rows = list(zip(*(cells for _, cells in kept), strict=True))
-    return TableView(label, tuple(column for column, _ in kept), rows)
+def filled(columns: Sequence[Column], rows: Sequence[Sequence[str]], label: str = "") -> TableView:
+    """A table without the columns that have no entry."""
+    is_kept = [any(cells) for cells in zip(*rows, strict=True)]
+    kept = tuple(compress(columns, is_kept))
+    return TableView(label, kept, [tuple(compress(row, is_kept)) for row in rows])
 
 
 def records_table(
@@ -68,38 +66,44 @@ def records_table(
     if order != "network":
         placed.sort(key=lambda pair: pair[1].severity_by(order))
     placed = placed[:top]
-    rows = [record for _, record in placed]
-
-    def column(label: str, kind: Kind, drop: int | None, text: Callable[[LayerDiff], str]) -> _Cells:
-        return Column(label, kind, drop), [text(record) for record in rows]
-
-    columns = [
-        (Column("layer", wrap=True), [record.where for record in rows]),
-        (Column("value", wrap=True), [record.name for record in rows]),
-        column("op", "text", _OP, lambda r: r.op),
-        column("verdict", "verdict", None, formatting.verdict),
-        column("SQNR dB" if then is None else "now dB", "low", None, lambda r: decibels(r.sqnr_db)),
-    ]
+    extra = _free_columns([record.extra for _, record in placed], worse="high")
+    columns = (
+        Column("layer", wrap=True),
+        Column("value", wrap=True),
+        Column("op", drop=_OP),
+        Column("verdict", "verdict"),
+        Column("SQNR dB", "low"),
+        Column("then dB", "low"),
+        Column(MEASURES["rel_l2"], "high", _REL_L2),
+        Column(MEASURES["max_abs"], "high", _MAX_ABS),
+        Column(MEASURES["mean_abs"], "high", PAGE_ONLY),
+        Column("cosine", "low", _COSINE),
+        Column("tolerance", "number", PAGE_ONLY),
+        Column("judged by", drop=PAGE_ONLY),
+        Column("NaN/Inf a", "high", PAGE_ONLY),
+        Column("NaN/Inf b", "high", PAGE_ONLY),
+        Column("one side only", "high"),
+        *(column for column, _ in extra.values()),
+        Column("shape", drop=_SHAPE),
+        Column("dtype", drop=PAGE_ONLY),
+        Column("order", "number", PAGE_ONLY),
+    )
     if then is not None:
-        earlier = [then.get(record.name) for record in rows]
-        cells = [decibels(record.sqnr_db) if record else "" for record in earlier]
-        columns.append((Column("then dB", "low"), cells))
-    columns += [
-        column(MEASURES["rel_l2"], "high", _REL_L2, lambda r: error(r.rel_l2)),
-        column(MEASURES["max_abs"], "high", _MAX_ABS, lambda r: error(r.max_abs)),
-        column(MEASURES["mean_abs"], "high", PAGE_ONLY, lambda r: error(r.mean_abs)),
-        column("cosine", "low", _COSINE, lambda r: formatting.similarity(r.cosine)),
-        column("tolerance", "number", PAGE_ONLY, lambda r: error(r.tolerance)),
-        column("judged by", "text", PAGE_ONLY, lambda r: "" if r.tolerance is None else MEASURES[r.judged]),
-        column("NaN/Inf a", "high", PAGE_ONLY, lambda r: str(r.nonfinite_a or "")),
-        column("NaN/Inf b", "high", PAGE_ONLY, lambda r: str(r.nonfinite_b or "")),
-        column("one side only", "high", None, lambda r: str(r.one_sided or "")),
-        *_free_columns([record.extra for record in rows], worse="high"),
-        column("shape", "text", _SHAPE, lambda r: shape(r.shape)),
-        column("dtype", "text", PAGE_ONLY, lambda r: r.dtype),
-        (Column("order", "number", PAGE_ONLY), [str(place) for place, _ in placed]),
-    ]
-    return filled(columns)
+        columns = (*columns[:4], replace(columns[4], label="now dB"), *columns[5:])
+    rows = []
+    for place, record in placed:
+        earlier, judged = "", ""
+        if then is not None and record.name in then:
+            earlier = decibels(then[record.name].sqnr_db)
+        if record.tolerance is not None:
+            judged = MEASURES[record.judged]
+        row = [record.where, record.name, record.op, formatting.verdict(record), decibels(record.sqnr_db), earlier]
+        row += [error(record.rel_l2), error(record.max_abs), error(record.mean_abs)]
+        row += [formatting.similarity(record.cosine), error(record.tolerance), judged]
+        row += [str(number or "") for number in (record.nonfinite_a, record.nonfinite_b, record.one_sided)]
+        row += [text(record.extra.get(key)) for key, (_, text) in extra.items()]
+        rows.append([*row, shape(record.shape), record.dtype, str(place)])
+    return filled(columns, rows)
 
 
 def csv_text(report: Report, order: Order = "network", then: Report | None = None, top: int | None = None) -> str:
@@ -132,31 +136,50 @@ def csv_text(report: Report, order: Order = "network", then: Report | None = Non
 
 def free_table(rows: Sequence[Mapping[str, Scalar]]) -> TableView:
     """A stage's own list of rows; a column for every key, in order of first appearance."""
-    return filled(_free_columns(rows, worse="number"))
+    columns = _free_columns(rows, worse="number")
+    cells: list[list[str]] = [[] for _ in rows]
+    for key, (_, text) in columns.items():
+        for row, written in zip(rows, cells, strict=True):
+            written.append(text(row.get(key)))
+    return filled([column for column, _ in columns.values()], cells)
 
 
-def _free_columns(rows: Sequence[Mapping[str, Scalar]], *, worse: Kind) -> list[_Cells]:
-    keys: dict[str, None] = {}  # as an ordered set
+def _free_columns(
+    rows: Sequence[Mapping[str, Scalar]], *, worse: Kind
+) -> dict[str, tuple[Column, Callable[[Scalar], str]]]:
+    """The column of each key, and how its cells are written."""
+    texts: dict[str, bool] = {}
     for row in rows:
-        keys.update(dict.fromkeys(row))
-    columns = []
-    for place, key in enumerate(keys):
-        column, cells = _free_column(key, [row.get(key) for row in rows], worse)
+        for key, value in row.items():
+            # One text makes the whole column text.
+            texts[key] = texts.get(key, False) or isinstance(value, bool | str)
+    columns: dict[str, tuple[Column, Callable[[Scalar], str]]] = {}
+    for place, (key, is_text) in enumerate(texts.items()):
+        kind, text = worse, figure
+        if is_text:
+            kind = "text"
+        elif key == GAIN:
+            text = _gain
+        elif key.endswith("_db"):
+            kind, text = "low", _decibels
+        elif key in (CLIPPED, "clipped_there"):
+            text = _percent
         # Of these columns a terminal drops the last one first.
-        drop = _DROP.get(key, _EXTRA + len(keys) - place)
-        columns.append((replace(column, drop=drop), cells))
+        drop = _DROP.get(key, _EXTRA + len(texts) - place)
+        columns[key] = (Column(heading(key), kind, drop), text)
     return columns
 
 
-def _free_column(key: str, values: Sequence[Scalar], worse: Kind) -> _Cells:
-    label = heading(key)
-    if any(isinstance(value, bool | str) for value in values):  # one text makes the whole column text
-        return Column(label), [figure(value) for value in values]
-    numbers = [formatting.number(value) for value in values]
-    if key == GAIN:
-        return Column(label, worse), ["" if number is None else f"{round(number, 1) + 0.0:+.1f}" for number in numbers]
-    if key.endswith("_db"):
-        return Column(label, "low"), [decibels(number) for number in numbers]
-    if key in (CLIPPED, "clipped_there"):
-        return Column(label, worse), [formatting.percent(number) for number in numbers]
-    return Column(label, worse), [figure(value) for value in values]
+def _gain(value: Scalar) -> str:
+    number = formatting.number(value)
+    if number is None:
+        return ""
+    return f"{round(number, 1) + 0.0:+.1f}"  # never -0.0
+
+
+def _decibels(value: Scalar) -> str:
+    return decibels(formatting.number(value))
+
+
+def _percent(value: Scalar) -> str:
+    return formatting.percent(formatting.number(value))

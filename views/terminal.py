@@ -201,7 +201,7 @@ def status(out: Console, steps: Sequence[Step], states: Mapping[str, str]) -> No
         Column("made", drop=0),  # the reason tells more
         Column("verdict", "verdict"),
     )
-    table(out, filled(zip(columns, zip(*rows, strict=True), strict=True)))
+    table(out, filled(columns, rows))
 
 
 def check(out: Console, done: Checked) -> None:
