@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from layerline.pipeline.errors import ConfigError, TaskError
 from layerline.training.data.distillation import Distillation, Taught, soft_loss
-from layerline.training.data.loss import default_loss, valid_labels
+from layerline.training.data.loss import counted_labels, default_loss
 
 _KL = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)  # (3/4, 1/4) against (1/2, 1/2)
 
@@ -134,7 +134,9 @@ def test_padding_is_not_distilled_and_any_split_gives_the_whole() -> None:
     y[0, 1:] = y[1, 2:] = -100
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float | None]:
-        return default_loss(model, batch, reduction="sum"), float(valid_labels(batch) or 0)
+        counted = counted_labels(batch)
+        assert counted is not None
+        return default_loss(model, batch, reduction="sum"), float(counted.sum())
 
     taught = Taught(loss, student, Distillation(teacher, temperature=2.0, weight=0.5), skips_ignored=True)
     whole, labels = taught(student, (x, y))

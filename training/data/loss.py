@@ -24,12 +24,6 @@ def counted_labels(batch: Any) -> Tensor | None:
     return target != IGNORED
 
 
-def valid_labels(batch: Any) -> int | None:
-    """The number of labels of a batch that cross-entropy counts; None where the targets are not class numbers."""
-    counted = counted_labels(batch)
-    return None if counted is None else int(counted.sum())
-
-
 def class_axis(output: Tensor, labels: Tensor | None) -> int:
     """The axis of the classes in a model's output: -1 for sequences (N, T, classes), 1 for images (N, classes, H, W).
     Labels decide where they have the output's shape without that axis. Without them outputs of up to three dimensions
@@ -46,9 +40,8 @@ def default_loss(model: nn.Module, batch: Any, *, reduction: Literal["mean", "su
     labels that count: a mean over none of them is NaN, a sum is 0."""
     args, kwargs, target = split(batch, model.forward)
     if not any(isinstance(v, Tensor) for v in leaves((args, kwargs))):
-        raise TaskError(
-            f"the loss got {described(batch)}, expected tensors", where="train_data", hint="give arrays: np.asarray(x)"
-        )
+        what = f"the loss got {described(batch)}, expected tensors"
+        raise TaskError(what, where="train_data", hint="give arrays: np.asarray(x)")
     out = model(*args, **kwargs)
     if target is None:
         models_loss = getattr(out, "loss", None)
@@ -74,9 +67,8 @@ def _cross_entropy(output: Tensor, target: Tensor, reduction: Literal["mean", "s
     except (IndexError, ValueError, RuntimeError) as error:
         if ran_out_of_memory(error):
             raise
-        what = (
-            f"cross-entropy fails on outputs {tuple(output.shape)} and integer targets {tuple(target.shape)}: {error}"
-        )
+        shapes = f"outputs {tuple(output.shape)} and integer targets {tuple(target.shape)}"
+        what = f"cross-entropy fails on {shapes}: {error}"
         if isinstance(error, IndexError):
             labels = target[target != IGNORED]  # without padding, so that the error names the class that is wrong
             lowest, highest = int(labels.min()), int(labels.max())

@@ -5,7 +5,7 @@ loss sent to the model's outputs, so the loss function is not called again."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +20,12 @@ from layerline.training.randomness.rng_state import Apart, Past
 
 Phase = Literal["parameter", "input", "forward", "loss", "backward"]
 _SHOWN = 8
+
+
+_PLACES: Mapping[Phase, str] = {
+    "forward": "in the forward pass of ", "backward": "in the backward pass of ", "loss": "in the loss function",
+    "input": "in the batch", "parameter": "in the weights",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,11 +43,9 @@ class Origin:
     batch: int = 0  # samples in the micro-batch
 
     def __str__(self) -> str:
-        places = {"forward": "in the forward pass", "backward": "in the backward pass", "loss": "in the loss function",
-                  "input": "in the batch", "parameter": "in the weights"}  # fmt: skip
-        place = places[self.phase]
-        if self.phase in ("forward", "backward"):
-            place += f" of {self.module or 'the model'}"
+        place = _PLACES[self.phase]
+        if place.endswith(" of "):
+            place += self.module or "the model"
         counts = " and ".join(f"{count} {kind}" for count, kind in ((self.nan, "NaN"), (self.inf, "Inf")) if count)
         size = "×".join(map(str, self.shape)) or "scalar"
         text = f"{place}: {self.tensor} ({self.dtype} {size}) has {counts}"
@@ -49,10 +53,12 @@ class Origin:
             return text
         if len(self.samples) == self.batch > 1:
             return f"{text}, samples all {self.batch}"
-        rows = ", ".join(map(str, self.samples[:_SHOWN]))
+        if len(self.samples) == 1:
+            return f"{text}, sample {self.samples[0]}"
+        rows = [*map(str, self.samples[:_SHOWN])]
         if len(self.samples) > _SHOWN:
-            rows += ", …"
-        return f"{text}, sample{'s' if len(self.samples) > 1 else ''} {rows}"
+            rows.append("…")
+        return f"{text}, samples {', '.join(rows)}"
 
 
 @dataclass
@@ -63,8 +69,7 @@ class Pass:
     kwargs: dict[str, Any]
     start: Past  # the buffers and the random state before the pass
     autocast: tuple[str, torch.dtype, bool]  # (device type, dtype, enabled)
-    # gradients that the loss sent back, by index of the output tensor
-    gradients: dict[int, Tensor] = field(default_factory=dict)
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # what the loss sent back, by index of the output tensor
 
     @property
     def batch(self) -> int:
@@ -74,11 +79,12 @@ class Pass:
 
 
 def trace(model: nn.Module, recorded: Pass) -> Origin | None:
-    """Runs the pass again and finds the origin of its first relevant NaN or Inf; None where everything is finite. An
-    operator is an origin when its result isn't finite and all its inputs are. An Inf that was written on purpose (a
-    mask filled with -inf) is not an origin, unless nothing else explains a later NaN. A weight, a buffer or an input
-    with an Inf may be such a mask, too: it is the origin when no operator explains the NaN, and every sample with the
-    Inf has a NaN."""
+    """Runs the pass again and finds the origin of its first relevant NaN or Inf; None where everything is finite.
+
+    An operator is an origin when its result isn't finite and all its inputs are. An Inf that was written on purpose (a
+    mask filled with -inf) is not an origin. A weight, a buffer or an input with an Inf may be such a mask, too: it is
+    the origin when no operator explains the NaN, and every sample with the Inf has a NaN.
+    """
     model = unwrap(model)
     sources = list(_sources(model, recorded))
     for source in sources:
@@ -87,12 +93,8 @@ def trace(model: nn.Module, recorded: Pass) -> Origin | None:
     watch = _Watch(model, recorded.batch)
     device, dtype, enabled = recorded.autocast
     params = [p for p in model.parameters() if p.requires_grad]
-    with (
-        Apart(model.modules(), recorded.start),
-        torch.enable_grad(),
-        torch.compiler.set_stance("force_eager"),
-        watch.tracker,
-    ):
+    eager = torch.compiler.set_stance("force_eager")
+    with Apart(model.modules(), recorded.start), torch.enable_grad(), eager, watch.tracker:
         with watch, torch.autocast(device, dtype, enabled=enabled):
             outputs = output_tensors(model(*recorded.args, **recorded.kwargs))
         for output in outputs:
@@ -117,7 +119,7 @@ def weights(model: nn.Module) -> Origin | None:
     """The first trained parameter that is not finite."""
     for name, param in named(model).params.items():
         if param.requires_grad and not _finite(param):
-            return _origin("parameter", name.rpartition(".")[0], name, param, 0)
+            return _Source("parameter", name, param, 0).origin()
     return None
 
 
@@ -173,17 +175,17 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def origin(self) -> tuple[Origin | None, bool]:
         """The operator that explains the first NaN (without a NaN, the first Inf that was not written on purpose), and
         whether the cause is an Inf that no operator computed."""
-        last_inf: Origin | None = None
-        first_inf: Origin | None = None
+        computed_infs: list[Origin] = []
         for birth in self._births:
             if birth.origin.nan:
-                if birth.from_inf and last_inf is not None:
-                    return last_inf, False
+                if birth.from_inf and computed_infs:
+                    return computed_infs[-1], False
                 return birth.origin, birth.from_inf
             if not birth.intended:
-                last_inf = birth.origin
-                first_inf = first_inf or birth.origin
-        return first_inf, first_inf is None
+                computed_infs.append(birth.origin)
+        if computed_infs:
+            return computed_infs[0], False
+        return None, True
 
 
 @dataclass(frozen=True)
@@ -228,12 +230,11 @@ def _sources(model: nn.Module, recorded: Pass) -> Iterator[_Source]:
 
 def _explain(watch: _Watch, sources: Sequence[_Source], affected: tuple[int, ...]) -> Origin | None:
     operator, from_inf = watch.origin()
-    if from_inf:
-        if operator is not None:
-            affected = operator.samples
-        for source in sources:
-            if source.explains(affected):
-                return source.origin()
+    if operator is not None:
+        affected = operator.samples
+    for source in sources:
+        if from_inf and source.explains(affected):
+            return source.origin()
     return operator
 
 

@@ -3,7 +3,7 @@ rejected never reached weights, averages or optimizer state. This module decides
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,18 +31,17 @@ class Finding:
     micro_batch: int = 0  # the micro-batch of the window in which it began; 0 is the first
     origin: Origin | None = None  # the first non-finite tensor; None when the same micro-batches, run again, are finite
     rank: int | None = None  # the rank of that micro-batch, where there are several
-    # whether every loss of the window came from calls of the model, so that all of it could run again
-    replayed: bool = True
+    replayed: bool = True  # whether every loss of the window came from calls of the model, and so could run again
 
     def __str__(self) -> str:
-        symptom = rejected.seen(self.loss, self.norm)
-        rank = "" if self.rank is None else f" on rank {self.rank}"
+        text = f"step {self.step}: {rejected.seen(self.loss, self.norm)}; "
         if self.origin is None and not self.replayed:
             why = "the loss does not come from calls of the model alone, and only these can be run again"
-            return f"step {self.step}: {symptom}{rank}; where it began is not known: {why}"
+            return f"{text}where it began is not known: {why}"
         if self.origin is None:
-            return f"step {self.step}: {symptom}{rank}; run again, the step is finite: it does not repeat"
-        text = f"step {self.step}: {symptom}; it began{rank} {self.origin}"
+            return f"{text}run again, the step is finite: it does not repeat"
+        rank = "" if self.rank is None else f" on rank {self.rank}"
+        text += f"it began{rank} {self.origin}"
         if self.micro_batch:
             text += f" of micro-batch {self.micro_batch}"
         if self.replayed:
@@ -54,16 +53,21 @@ def _advice(origin: Origin | None) -> tuple[str, str]:
     """The place to look at, and what to look for."""
     if origin is None:
         return "loss", "look at the code that isn't run again: the loss, and parts of the loop that change gradients"
-    advice = {
-        "input": ("the batch", "look at these samples: correct them, or leave them out of the data"),
-        "parameter": (
-            origin.tensor,
-            "it was not finite before this step: load a sound checkpoint, or see who writes it",
-        ),
-        "loss": ("loss", "look for a division, log or root of 0 in the loss function"),
-    }
+    if origin.phase == "input":
+        return "the batch", "look at these samples: correct them, or leave them out of the data"
+    if origin.phase == "parameter":
+        return origin.tensor, "it was not finite before this step: load a sound checkpoint, or see who writes it"
+    if origin.phase == "loss":
+        return "loss", "look for a division, log or root of 0 in the loss function"
     hint = "look for a division, log or root of 0, or for too great a number, there; or lower the learning rate"
-    return advice.get(origin.phase, (origin.module or "the model", hint))
+    return origin.module or "the model", hint
+
+
+def _first_of(of_ranks: Sequence[Finding]) -> Finding | None:
+    for rank, finding in enumerate(of_ranks):
+        if finding.origin is not None:
+            return replace(finding, rank=rank)
+    return None
 
 
 class Recorder:
@@ -89,8 +93,7 @@ class Recorder:
             origin = trace(lane.model, recorded)
             if origin is not None:
                 return Finding(step, loss, norm, index, origin)
-        with_gradients = [recorded for recorded in passes if recorded.gradients]
-        if len(with_gradients) < max(lane.window.micro, len(losses)):
+        if sum(bool(recorded.gradients) for recorded in passes) < max(lane.window.micro, len(losses)):
             return Finding(step, loss, norm, origin=weights(lane.model), replayed=False)
         for index, value in enumerate(losses):
             if not torch.isfinite(value):
@@ -120,10 +123,9 @@ class Recorder:
 
 
 class Judge:
-    """Applies the policy of `nonfinite` to rejected steps. skip goes on, and gives up after `limit` rejected steps in a
-    row. stop ends at the first one. rollback restores the last saved weights, averages and optimizer state after
-    `limit` in a row and goes on with the next data; it gives up when it would restore the same checkpoint for the
-    fourth time."""
+    """Applies the policy of `nonfinite` to rejected steps. skip gives up after `limit` of them in a row, stop at the
+    first one. rollback restores the last saved weights, averages and optimizer state after `limit` in a row and goes on
+    with the next data; it gives up when it would restore the same checkpoint for the fourth time."""
 
     def __init__(self, lane: LaneState, roll_back: Callable[[], str | None]) -> None:
         self._config, self._roll_back = lane.config.nonfinite, roll_back
@@ -136,21 +138,20 @@ class Judge:
         answers."""
         if self.recorder is not None and lane.skipped_in_a_row == 1:
             finding = self.recorder.find(loss, norm)
-            for rank, of_rank in enumerate(lane.peers.gather(finding) if lane.peers is not None else ()):
-                if of_rank.origin is not None:
-                    finding = replace(of_rank, rank=rank)
-                    break
+            if lane.peers is not None:
+                finding = _first_of(lane.peers.gather(finding)) or finding
             self.findings.append(finding)
             lane.monitor.warn(f"finding {finding.step}", str(finding))
-        if lane.skipped_in_a_row >= self._config.patience:
-            error = rejected.not_finite(lane, loss, norm)
-            if self.recorder is not None and self.findings:
-                where, hint = _advice(self.findings[-1].origin)
-                what = str(self.findings[-1])
-                if lane.skipped_in_a_row > 1:
-                    what += f"; {lane.skipped_in_a_row} steps in a row were rejected"
-                error = StageError(what, where=where, hint=hint)
-            self.enough(lane, error)
+        if lane.skipped_in_a_row < self._config.patience:
+            return
+        error = rejected.not_finite(lane, loss, norm)
+        if self.findings:
+            where, hint = _advice(self.findings[-1].origin)
+            what = str(self.findings[-1])
+            if lane.skipped_in_a_row > 1:
+                what += f"; {lane.skipped_in_a_row} steps in a row were rejected"
+            error = StageError(what, where=where, hint=hint)
+        self.enough(lane, error)
 
     def enough(self, lane: LaneState, error: StageError) -> None:
         """Called after as many rejected steps in a row as the policy allows: rolls back, or ends with `error`."""

@@ -94,19 +94,17 @@ def _state(
 
 
 def train_mode(model: nn.Module) -> list[str]:
-    """Puts a model into training mode, except for parts that the task left in eval mode on purpose. A part in eval mode
-    keeps it where the model itself is in training mode, or where none of the part's parameters is trained: its running
-    statistics and dropout stay as they were."""
+    """Puts a model into training mode, except for parts that the task left in eval mode on purpose: where the model
+    itself is in training mode, or none of the part's parameters is trained. Their running statistics and dropout stay
+    as they were."""
     whole_in_eval = not model.training
     kept: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        # In eval mode on purpose: the rest is not, or none of its parameters is trained.
-        frozen = [not param.requires_grad for param in module.parameters()]
-        on_purpose = not whole_in_eval or (frozen and all(frozen))
+        trainable = [param.requires_grad for param in module.parameters()]
+        frozen = bool(trainable) and not any(trainable)
         inside = any(name.startswith(f"{outer}.") for outer in kept)
-        if name and not module.training and on_purpose and not inside:
+        if name and not module.training and (frozen or not whole_in_eval) and not inside:
             kept[name] = module
-    names = list(kept)
     modes = [(part, part.training) for root in kept.values() for part in root.modules()]
     model.train()
     for part, training in modes:
@@ -114,8 +112,8 @@ def train_mode(model: nn.Module) -> list[str]:
     if not whole_in_eval:
         return []
     text = "model() returned a model in eval mode: training puts it into training mode"
-    if names:
-        text += f", except for what is frozen: {', '.join(names[:5])}"
-        if len(names) > 5:
-            text += f" and {len(names) - 5} more"
+    if kept:
+        text += f", except for what is frozen: {', '.join([*kept][:5])}"
+    if len(kept) > 5:
+        text += f" and {len(kept) - 5} more"
     return [text]

@@ -26,7 +26,7 @@ from layerline.pipeline.untrusted import launched
 from layerline.training.config.sections import Config
 from layerline.training.data.batches import Batches, size, to_device
 from layerline.training.data.distillation import Distillation, Loss, Taught
-from layerline.training.data.loss import default_loss, valid_labels
+from layerline.training.data.loss import counted_labels, default_loss
 from layerline.training.distributed import ranks
 from layerline.training.loop.accumulation import counted
 from layerline.training.loop.step_engine import Lane
@@ -141,7 +141,7 @@ def _code_and_data(parts: Mapping[str, str]) -> list[tuple[str, str]]:
 
 def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
     """Runs to the end, from the newest sound checkpoint in `scratch` where there is one. A checkpoint is written every
-    `save_every` optimizer steps, every ten seconds or so, and before the KeyboardInterrupt of an interrupt."""
+    `save_every` optimizer steps, every ten seconds or so, and at an interrupt."""
     mo, folder = run.mo, scratch / "checkpoints"
     # Inside the stage's own scratch folder, so that an interrupted training finds them again.
     if mo.best is not None:
@@ -157,7 +157,6 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
     if resumable:
         mo.load_ckpt(folder)
         run.resumed = run.attempted
-        run.lane.monitor.replay()
         log.say(f"resuming at step {run.resumed} of {run.total}")
     saved_at = time.perf_counter()
     saving = drawn_at = 0.0
@@ -252,10 +251,10 @@ def _copies(params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 def _default_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, float | None]:
     """Weighs batches and ranks by the labels that count, so that any split gives the mean over all labels."""
     with task.blaming("the model", on=lambda: described(batch)):
-        labels = valid_labels(batch)
+        labels = counted_labels(batch)
         if labels is None:
             return default_loss(model, batch), None
-        return default_loss(model, batch, reduction="sum"), float(labels)
+        return default_loss(model, batch, reduction="sum"), float(labels.sum())
 
 
 def _own_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, float | None]:
@@ -281,7 +280,6 @@ def loss_of(
 ) -> Loss:
     """A function for the task's loss of a model on a batch and its weight; None stands for the number of samples. Where
     the section `distillation` asks for it, the loss of the teacher is added: the task's, if none is given."""
-    # Without loss(), the default weighs by labels that count.
     has_loss = task.has("loss")
     loss: Loss = partial(_own_loss if has_loss else _default_loss, task)
     settings = config.distillation
@@ -328,8 +326,8 @@ def _draw(run: Run, log: Log) -> None:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Inside, torch uses deterministic algorithms, and warns where it has none. Results still depend on the machine and
-    the number of threads, which decide how sums are split."""
+    """Inside, torch uses deterministic algorithms, and warns where it has none. The machine and the number of threads
+    still decide how sums are split."""
     before = torch.are_deterministic_algorithms_enabled()
     fill = _FILL.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's condition; it reads it when CUDA starts

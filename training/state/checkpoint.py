@@ -1,7 +1,6 @@
 """Checkpoints: everything that a training needs to resume, in one safetensors file. Tensors are named `online/…`,
-`ema/…`, `masters/…`, `optimizer/…` and so on under canonical parameter names, so that a checkpoint does not depend on
-how the model was wrapped or how many ranks wrote it. The rest is one JSON entry: counters, schedule, loss scale, random
-state, data positions. Nothing is pickled."""
+`ema/…`, `optimizer/…` and so on under canonical parameter names, so that a checkpoint does not depend on how the model
+was wrapped or how many ranks wrote it. The rest is one JSON entry. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -55,9 +54,7 @@ def save(mo: Training, path: Path, *, timings: bool = True) -> Path:
     if path.suffix != SUFFIX and not path.is_dir() and (path.suffix.lower() in _OTHERS or path.exists()):
         raise ConfigError(f"a checkpoint is a {SUFFIX} file, or lies in a folder", where=str(path),
                           hint=f"{path.with_suffix(SUFFIX).name}")  # fmt: skip
-    target = path
-    if path.suffix != SUFFIX:
-        target = path / f"step-{mo.global_step:08d}{SUFFIX}"
+    target = path if path.suffix == SUFFIX else path / f"step-{mo.global_step:08d}{SUFFIX}"
     with ExitStack() as stack:
         for lane in mo.lanes.values():
             stack.enter_context(ema_swap.online(lane))
@@ -111,9 +108,7 @@ def state(mo: Training, *, timings: bool = True) -> tuple[Tensors, dict[str, Any
         if timings:
             with mo.ranks.phases.guarded("save_ckpt, which every rank has to call,", mo.global_step):
                 rng_of_ranks = mo.ranks.gather(tuple(rng_state.draws()))
-            meta["ranks"] = []
-            for rank in range(1, len(rng_of_ranks)):
-                meta["ranks"].append(pack(rng_of_ranks[rank], f"rng/{rank}", tensors))
+            meta["ranks"] = [pack(rng_of_ranks[rank], f"rng/{rank}", tensors) for rank in range(1, mo.ranks.size)]
         # Putting a sharded tensor together is a collective: every rank takes part, the first keeps the result.
         for key, tensor in tensors.items():
             full = whole(tensor)
@@ -128,7 +123,7 @@ def restore(mo: Training, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
         what = f"a checkpoint of format {meta.get('format')!r:.80}, expected {FORMAT}: another version wrote it"
         raise StageError(what, where="checkpoint", hint=optimizer_state.WEIGHTS_ALONE)
     if set(meta["lanes"]) != set(mo.lanes):
-        what = f"the checkpoint holds {_model_names(meta['lanes'])}; here: {_model_names(mo.lanes)}"
+        what = f"the checkpoint holds the models {sorted(meta['lanes'])}; here: {sorted(mo.lanes)}"
         hint = f"{optimizer_state.WEIGHTS_ALONE}, with only=… where it holds several"
         raise StageError(what, where="checkpoint", hint=hint)
     for change in _changes(meta["config"], mo.config.model_dump(mode="json")):
@@ -136,10 +131,8 @@ def restore(mo: Training, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
     states = {}
     for name, lane in mo.lanes.items():
         states[name] = lane_checkpoint.read(lane, meta["lanes"][name], prefix_of(name), tensors)
-    extras = {}
-    for name in mo.extras:
-        if name in meta["extras"]:
-            extras[name] = unpack(meta["extras"][name], f"extras/{name}", tensors)
+    saved_extras = [name for name in mo.extras if name in meta["extras"]]
+    extras = {name: unpack(meta["extras"][name], f"extras/{name}", tensors) for name in saved_extras}
     _load_others(mo, {name: state.parts["optimizer"] for name, state in states.items()}, extras)
     for name, state in states.items():
         lane_checkpoint.restore(mo.lanes[name], state)
@@ -164,9 +157,8 @@ def weights(path: str | Path, *, only: str | None = None) -> tuple[dict[str, Ten
 
 
 def load_weights(model: nn.Module, path: str | Path, *, ema: bool = True, only: str | None = None) -> None:
-    """Copies the weights of a file of ours or of another tool's, or of the newest checkpoint of a folder, into a
-    model; names of wrappers on either side do not matter. With `ema` it takes the averages where there are any.
-    `only` names the model of a checkpoint that holds several."""
+    """Copies the weights of a file, ours or another tool's, or of the newest checkpoint of a folder into a model. With
+    `ema` it takes the averages where there are any. `only` names the model of a checkpoint that holds several."""
     names.load(model, weights(path, only=only)[ema])
 
 
@@ -178,12 +170,6 @@ def _write(target: Path, path: Path, keep: int, tensors: Tensors, meta: dict[str
     if target is not path:
         for old in rotation(path)[keep:]:
             old.unlink(missing_ok=True)
-
-
-def _model_names(lanes: Mapping[str, Any]) -> str:
-    if set(lanes) == {""}:
-        return "one model without a name"
-    return ", ".join(sorted(lanes))
 
 
 def _read(mo: Training, path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:

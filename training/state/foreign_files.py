@@ -75,11 +75,7 @@ def _refusal(path: Path, error: Exception) -> StageError:
         hint = "save the state dict alone; or, if you trust the source: `trust: true` (pipe init … --trust)"
         return StageError(what, where=path.name, hint=hint)
     # After these words torch advises to run the pickle's code, or says where to file an issue.
-    reason_text = str(error).rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
-    reason_text = " ".join(reason_text.partition("Please file an issue")[0].split()) or "no message"
-    return StageError(
-        "torch can't read it as weights: it is damaged, or not a checkpoint: "
-        f"{type(error).__name__}: {reason_text:.300}",
-        where=path.name,
-        hint="expected a .safetensors file, or a state dict written by torch.save",
-    )
+    words = str(error).rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
+    words = " ".join(words.partition("Please file an issue")[0].split()) or "no message"
+    what = f"torch can't read it as weights: it is damaged, or not a checkpoint: {type(error).__name__}: {words:.300}"
+    return StageError(what, where=path.name, hint="expected a .safetensors file, or a state dict written by torch.save")

@@ -53,12 +53,12 @@ def read(lane: Lane, saved: Mapping[str, Any], prefix: str, tensors: Mapping[str
         raise StageError(f"the checkpoint has no {error.args[0]}", where="checkpoint") from error
     model_sync.refresh(lane)
     canonical_names.check(lane.model, weights["online"])
-    trained = _shapes(dict(zip(lane.names, lane.params, strict=True)))
-    for kind in ("masters", "ema"):
-        _check_shapes(kind, weights[kind], _shapes(lane.named.tensors))
+    trained = dict(zip(lane.names, lane.params, strict=True))
+    _check_shapes("masters", weights["masters"], lane.named.tensors)
+    _check_shapes("ema", weights["ema"], lane.named.tensors)
     _check_shapes("window", parts["window"]["grads"], trained)
-    _check_shapes("masks", parts.get("masks", {}).get("masks", {}), _shapes(lane.named.params))
-    optimizer_state.check(lane, parts["optimizer"], trained)
+    _check_shapes("masks", parts.get("masks", {}).get("masks", {}), lane.named.params)
+    optimizer_state.check(lane, parts["optimizer"])
     return state
 
 
@@ -69,30 +69,23 @@ def of_model(
     Until averaging begins (`ema_start_step`) a checkpoint's averages are the initial weights. They must never ship, so
     the trained weights are returned instead."""
     prefix = prefix_of(name)
-    online = _under(f"{prefix}online/", tensors)
-    masters = _under(f"{prefix}masters/", tensors)
-    averages = _under(f"{prefix}ema/", tensors)
-    trained = online | masters
+    trained = _under(f"{prefix}online/", tensors) | _under(f"{prefix}masters/", tensors)
     if not meta["lanes"][name]["counters"]["ema_updates"]:
         return trained, trained
-    return trained, trained | averages
+    return trained, trained | _under(f"{prefix}ema/", tensors)
 
 
 def _under(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _check_shapes(kind: str, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+def _check_shapes(kind: str, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if name not in expected:
             raise StageError(f"the checkpoint has {kind} of a parameter that is not trained here", where=name,
                              hint=f"train the same parameters as when it was written; {WEIGHTS_ALONE}")  # fmt: skip
-        if tuple(tensor.shape) != expected[name]:
-            what = f"{kind} is {tuple(tensor.shape)} in the checkpoint, expected {expected[name]}"
+        if tensor.shape != expected[name].shape:
+            what = f"{kind} is {tuple(tensor.shape)} in the checkpoint, expected {tuple(expected[name].shape)}"
             raise StageError(what, where=name)
 
 
@@ -104,7 +97,9 @@ def collect(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> dict
     for name, param in zip(lane.names, lane.params, strict=True):
         if lane.masters is not None and lane.masters.has(param):
             tensors[f"{prefix}masters/{name}"] = lane.masters.stepped(param)
+    ema_updates = 0
     if lane.ema is not None:
+        ema_updates = lane.ema.updates
         tensors |= {f"{prefix}ema/{n}": average for n, average in zip(lane.ema.names, lane.ema.shadow, strict=True)}
     parts: dict[str, Any] = {"optimizer": optimizer_state.state(lane), "window": _window_state(lane), "guard": {}}
     for policy in lane.policies():
@@ -113,7 +108,7 @@ def collect(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> dict
     if timings:
         parts["monitor"] = lane.monitor.state_dict()
     counters = {"steps": lane.steps, "skipped": lane.skipped, "in_a_row": lane.skipped_in_a_row,
-                "first_rejected": lane.first_rejected, "ema_updates": lane.ema.updates if lane.ema else 0,
+                "first_rejected": lane.first_rejected, "ema_updates": ema_updates,
                 "loss": _finite(lane.loss), "grad_norm": _finite(lane.grad_norm)}  # fmt: skip
     if lane.largest_part is not None:
         counters["largest_part"] = lane.largest_part
@@ -155,20 +150,21 @@ def restore(lane: Lane, state: Saved) -> None:
         saved = weights["masters"] or weights["online"]
         with_master = [n for n, p in zip(lane.names, lane.params, strict=True) if lane.masters.has(p)]
         lane.masters.adopt([saved[name] for name in with_master])
-    lane.steps = counters["steps"]
-    lane.skipped = counters["skipped"]
-    lane.skipped_in_a_row = counters["in_a_row"]
-    lane.first_rejected = counters.get("first_rejected", 0)
-    lane.loss, lane.grad_norm = counters.get("loss") or math.nan, counters.get("grad_norm") or math.nan
+    lane.steps = lane.next_model_check = counters["steps"]
+    lane.skipped, lane.skipped_in_a_row = counters["skipped"], counters["in_a_row"]
+    lane.first_rejected = counters["first_rejected"]
+    lane.loss, lane.grad_norm = counters["loss"] or math.nan, counters["grad_norm"] or math.nan
     lane.largest_part = counters.get("largest_part")
-    lane.next_model_check = lane.steps
     if lane.ema is not None:
         lane.ema.load(weights["ema"], counters["ema_updates"])
     if not lane.custom:
         optimizer_state.restore(lane, parts["optimizer"])
     if lane.strides is not None:
         lane.strides.settle(anew=True)
-    _restore_window(lane, parts["window"])
+    lane.window.load_state_dict(parts["window"])
+    for name, param in zip(lane.names, lane.stepped, strict=True):
+        grad = parts["window"]["grads"].get(name)
+        param.grad = None if grad is None else grad.to(param.device)
     lane.masks = masks
     if "masks" in parts:
         lane.masks = masks or Masks(lane, {})
@@ -179,11 +175,3 @@ def restore(lane: Lane, state: Saved) -> None:
             policy.load_state_dict(parts[policy.name], lane.steps)
     if "monitor" in parts:
         lane.monitor.load_state_dict(parts["monitor"])
-
-
-def _restore_window(lane: Lane, window: Mapping[str, Any]) -> None:
-    lane.window.load_state_dict(window)
-    by_name = dict(zip(lane.names, lane.stepped, strict=True))
-    for name, param in by_name.items():
-        grad = window["grads"].get(name)
-        param.grad = None if grad is None else grad.to(param.device)

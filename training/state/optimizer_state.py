@@ -39,49 +39,44 @@ def state(lane: Lane) -> dict[str, Any]:
 def _other_rules(lane: Lane) -> dict[str, str]:
     """The update rules of parameters that have another than the configured one."""
     config = lane.config.optimizer
-    rules = {}
-    for name, member in zip(lane.names, lane.members, strict=True):
-        rule = param_groups.rule_name(config, member)
-        if rule != config.name:
-            rules[name] = rule
-    return rules
+    rules = {name: param_groups.rule_name(config, m) for name, m in zip(lane.names, lane.members, strict=True)}
+    return {name: rule for name, rule in rules.items() if rule != config.name}
 
 
-def check(lane: Lane, saved: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> None:
+def check(lane: Lane, saved: Mapping[str, Any]) -> None:
     """Refuses a state that the optimizer here cannot go on from, before anything is changed."""
     custom = "custom" in saved
     if custom is not lane.custom or saved["name"] != _name(lane):
         kinds = {True: "the custom optimizer ", False: ""}
-        raise StageError(
+        what = (
             f"the checkpoint was written with {kinds[custom]}{saved['name']}; "
-            f"the optimizer here is {kinds[lane.custom]}{_name(lane)}",
-            where="optimizer",
-            hint=f"use the optimizer it was written with; {WEIGHTS_ALONE}",
+            f"the optimizer here is {kinds[lane.custom]}{_name(lane)}"
         )
+        raise StageError(what, where="optimizer", hint=f"use the optimizer it was written with; {WEIGHTS_ALONE}")
     if custom:
         _check_custom(lane, saved["custom"])
         return
+    params = dict(zip(lane.names, lane.params, strict=True))
     saved_rules, rules = saved.get("rules", {}), _other_rules(lane)
-    for name in expected:
+    for name in params:
         before, now = saved_rules.get(name, saved["name"]), rules.get(name, saved["name"])
         if before != now:
             raise StageError(f"{before} stepped it when the checkpoint was written, and {now} does here", where=name,
                              hint=f"give it the same rule in optimizer.groups; {WEIGHTS_ALONE}")  # fmt: skip
-    unknown = sorted(set(saved["state"]) - set(expected))
-    if unknown:
-        what = f"the checkpoint has optimizer state of parameters that are not trained here: {unknown[:5]}"
-        raise StageError(what, where="optimizer", hint=f"train the same parameters; {WEIGHTS_ALONE}")
-    config = lane.config.optimizer
+    needs_momentum = lane.config.optimizer.name == "rmsprop" and lane.config.optimizer.momentum
     for name, state_of_param in saved["state"].items():
-        if config.name == "rmsprop" and config.momentum and "momentum_buffer" not in state_of_param:
+        if name not in params:
+            what = "the checkpoint has optimizer state of this parameter, which is not trained here"
+            raise StageError(what, where=name, hint=f"train the same parameters; {WEIGHTS_ALONE}")
+        if needs_momentum and "momentum_buffer" not in state_of_param:
             what = "the checkpoint was written without momentum, and rmsprop cannot begin it later"
             raise StageError(what, where="optimizer.momentum", hint=f"leave it out; {WEIGHTS_ALONE}")
+        shape = params[name].shape
         for key, value in state_of_param.items():
             if key in ("row_var", "col_var") or not isinstance(value, Tensor):
                 continue  # adafactor's statistics of rows and columns are smaller than the parameter
-            same_rank = value.dim() == len(expected[name]) and value.numel() > 1
-            if same_rank and tuple(value.shape) != expected[name]:
-                raise StageError(f"{key} is {tuple(value.shape)}, the parameter is {expected[name]}", where=name)
+            if value.dim() == len(shape) and value.numel() > 1 and value.shape != shape:
+                raise StageError(f"{key} is {tuple(value.shape)}, the parameter is {tuple(shape)}", where=name)
 
 
 def restore(lane: Lane, saved: Mapping[str, Any]) -> None:
@@ -90,10 +85,8 @@ def restore(lane: Lane, saved: Mapping[str, Any]) -> None:
     for part in inner(lane.optimizer):
         current = part.state_dict()
         # torch numbers parameters in the order of the groups.
-        numbers: dict[int, int] = {}
-        for group in part.param_groups:
-            for param in group["params"]:
-                numbers[id(param)] = len(numbers)
+        params = [param for group in part.param_groups for param in group["params"]]
+        numbers = {id(param): number for number, param in enumerate(params)}
         current["state"] = {}
         for name, state_of_param in saved["state"].items():
             number = numbers.get(id(by_name[name]))

@@ -27,9 +27,8 @@ _BLOCK = 4096
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None) -> None:
-    """Writes atomically: a temporary file beside `path`, fsync, rename. The same content gives the same bytes. Each
-    tensor is written out, also where two share memory: leave a tied one out and record its alias in `meta`. A
-    contiguous tensor on the CPU is not copied."""
+    """Writes atomically: a temporary file beside `path`, fsync, rename. The same content gives the same bytes. Tensors
+    that share memory are written out each."""
     # The specifications hold addresses only: this dict keeps the memory alive until the file is written.
     contents: dict[str, Tensor] = {}
     for name in sorted(tensors):
@@ -37,11 +36,9 @@ def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | No
         contents[name] = tensors[name].detach().cpu().contiguous()
     specs: dict[str, TensorSpec] = {}
     for name, tensor in contents.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype, address = str(tensor.dtype).removeprefix("torch."), tensor.data_ptr()
         try:
-            specs[name] = TensorSpec(
-                dtype=dtype, shape=tensor.shape, data_ptr=tensor.data_ptr(), data_len=tensor.nbytes
-            )
+            specs[name] = TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=address, data_len=tensor.nbytes)
         except (SafetensorError, ValueError, TypeError) as error:
             raise StageError(f"{tensor.dtype} cannot be stored in a safetensors file ({error})", where=name) from error
     entry = dict(meta or {})
@@ -55,10 +52,8 @@ def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | No
             os.fsync(file.fileno())
         temporary.replace(path)
         sync(path.parent)
-    except OSError as error:
-        raise Unavailable(f"cannot write: {error.strerror}", where=str(path)) from error
-    except SafetensorError as error:  # the library raises it for a full disk or a read-only folder, too
-        raise Unavailable(f"cannot write: {error}", where=str(path)) from error
+    except (OSError, SafetensorError) as error:  # the library raises its own for a full disk or a read-only folder
+        raise Unavailable(f"cannot write: {getattr(error, 'strerror', error)}", where=str(path)) from error
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -33,9 +33,8 @@ class State:
 
     path: str  # its place in the file, keys joined by dots; ends with a dot where it is a prefix that names share
     ema: bool  # whether the file calls the tensors averages
-    tensors: Mapping[str, Tensor]  # by name, without that prefix
-    # tensors by position instead of by name; some trainers store averages of parameters in this form
-    order: tuple[Tensor, ...] = ()
+    tensors: Mapping[str, Tensor]  # by name, without that prefix; `[0]`, `[1]`, … for a list of tensors
+    is_list: bool = False  # some trainers store averages of parameters in this form
     prefix: str = ""  # put before the names where the file lacks the name of the one module that holds the whole model
 
     @property
@@ -52,7 +51,7 @@ class Fit:
     missing: tuple[str, ...] = ()  # names that only the model has
     wrong: tuple[str, ...] = ()  # one message for each unknown name and each shape or type that differs
     extra: tuple[str, ...] = ()  # names that only the file has
-    notes: tuple[str, ...] = field(default=())  # one message for each kind of tensor that was left out or filled in
+    notes: tuple[str, ...] = ()  # one message for each kind of tensor that was left out or filled in
 
     @property
     def complete(self) -> bool:
@@ -71,14 +70,10 @@ def check(fit: Fit, model: Named) -> None:
             wrong = tensor.isfinite() & ~tensor.to(target.dtype).isfinite()
             expected = f"a number that {_type(target)} can hold"
         if wrong.any():
-            index = tuple(int(i) for i in wrong.nonzero()[0])
-            element = f"{name}{list(index)}" if index else name
-            raise StageError(
-                f"{element} is {tensor[index].item()}, expected {expected}; {int(wrong.sum())} of {wrong.numel()} "
-                "elements are wrong in this way",
-                where=fit.state.where,
-                hint="use a checkpoint from before the training diverged",
-            )
+            index = tuple(wrong.nonzero()[0].tolist())
+            what = f"{name}{list(index) or ''} is {tensor[index].item()}, expected {expected}"
+            what += f"; {int(wrong.sum())} of {wrong.numel()} elements are wrong in this way"
+            raise StageError(what, where=fit.state.where, hint="use a checkpoint from before the training diverged")
 
 
 def states(tree: Any) -> list[State]:
@@ -89,7 +84,8 @@ def states(tree: Any) -> list[State]:
     for place, leaf in _leaves(tree, (), ()):
         if not isinstance(leaf, Tensor):
             path = _joined(place)
-            lists.append(State(path=path, ema=_averaged(path), tensors={}, order=leaf))
+            by_position = {f"[{index}]": tensor for index, tensor in enumerate(leaf)}
+            lists.append(State(path=path, ema=_averaged(path), tensors=by_position, is_list=True))
             continue
         depth = len(place)
         while depth and isinstance(place[depth - 1], str):  # a name consists of text alone
@@ -193,25 +189,19 @@ def fit(state: State, model: Named, ignore: Sequence[str] = ()) -> Fit:
 def _parts(state: State, model: Named) -> Iterator[State]:
     """The ways to read a state dict: as it is, below each prefix that ends where a name of the model begins, and with
     the prefix of the one module that holds the whole model."""
-    if state.order:
-        names = [*model.params, *(f"[{index}]" for index in range(len(model.params), len(state.order)))]
-        yield replace(state, tensors=dict(zip(names, state.order, strict=False)))
+    if state.is_list:
+        # The positions of the parameters, and what is left over under its position.
+        names = [*model.params, *list(state.tensors)[len(model.params) :]]
+        yield replace(state, tensors=dict(zip(names, state.tensors.values(), strict=False)))
         return
     yield state
-    stored_names = {canonical_names.bare(name): name for name in state.tensors}
+    stored = {canonical_names.bare(name): tensor for name, tensor in state.tensors.items()}
     # Three of the longest names are enough to see a shared prefix, and keep this linear in the size of the file.
     longest = sorted([*model.tensors, *model.aliases], key=len)[-3:]
-    prefixes: dict[str, None] = {}
-    for name in longest:
-        for stored in stored_names:
-            if stored.endswith(f".{name}"):
-                prefixes[stored.removesuffix(name)] = None
-    for prefix in prefixes:
+    prefixes = [key.removesuffix(name) for name in longest for key in stored if key.endswith(f".{name}")]
+    for prefix in dict.fromkeys(prefixes):
         path = f"{state.path}.{prefix}".lstrip(".")
-        below = {}
-        for bare_name, stored in stored_names.items():
-            if bare_name.startswith(prefix):
-                below[bare_name.removeprefix(prefix)] = state.tensors[stored]
+        below = {key.removeprefix(prefix): tensor for key, tensor in stored.items() if key.startswith(prefix)}
         yield State(path=path, ema=state.ema or _averaged(prefix), tensors=below)
     roots = {n.partition(".")[0] for n in model.tensors}
     if len(roots) == 1 and state.tensors:
@@ -238,8 +228,7 @@ def _completed(fits: Sequence[Fit], online: Fit | None, model: Named) -> list[Fi
     for candidate in fits:
         lacks_buffers_only = set(candidate.missing) <= model.buffers.keys()
         if candidate.state.ema and not candidate.wrong and lacks_buffers_only:
-            buffers = {name: online.tensors[name] for name in candidate.missing}
-            tensors = {**candidate.tensors, **buffers}
+            tensors = {**candidate.tensors, **{name: online.tensors[name] for name in candidate.missing}}
             completed.append(replace(candidate, tensors=tensors, missing=(), notes=(*candidate.notes, note)))
     return completed
 
@@ -283,19 +272,14 @@ def _nothing_fits(file_states: Sequence[State], fits: Sequence[Fit], model: Name
 
 def _pattern(name: str, model: Named) -> str:
     """`head.*` of the outermost module that the model has not; the name itself where the model has all of them."""
-    parts = name.split(".")
-    for depth in range(1, len(parts)):
-        head = ".".join(parts[:depth]) + "."
-        if not any(n.startswith(head) for n in model.tensors):
-            return f"{head}*"
+    for head in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+        if not any(n.startswith(f"{head}.") for n in model.tensors):
+            return f"{head}.*"
     return name
 
 
 def _listed(file_states: Sequence[State]) -> str:
-    shown = []
-    for state in file_states[:_SHOWN]:
-        tensors = state.tensors or {str(index): tensor for index, tensor in enumerate(state.order)}
-        shown.append(f"{state.where} ({len(tensors)} tensors: {_some(tensors)})")
+    shown = [f"{s.where} ({len(s.tensors)} tensors: {_some(s.tensors)})" for s in file_states[:_SHOWN]]
     return f"the file holds {'; '.join(shown) or 'no tensors'}"
 
 
