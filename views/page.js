@@ -140,7 +140,7 @@ class Grid {
   }
 
   // Everything each stage measured about a value, or about all values of a module: a column for what several stages
-  // measured, and in words what remains. What was merged into another value goes on with that one.
+  // measured, and below it in words what remains. What was merged into another value goes on with that one.
   detail(key) {
     const { heads: names, rows } = byValue();
     const into = names.indexOf("merged into");
@@ -153,15 +153,17 @@ class Grid {
     })));
     const heads = columns(found);
     const table = make("table");
-    table.createTHead().insertRow().append(...["stage", ...heads, "also"].map((head) => make("th", head, { scope: "col" })));
+    table.createTHead().insertRow().append(...["stage", ...heads].map((head) => make("th", head, { scope: "col" })));
     const body = table.createTBody();
     for (const { stage, cells } of found) {
       const own = heads.map((head) => cells.find((c) => c.head === head));
       const rest = cells.filter((c) => !own.includes(c)).map(({ head, text }) => `${head} ${text}`).join(" · ");
       const shown = own.map((c) => (c ? cell(c.kind, c.text) : make("td")));
       shown.filter(({ className }) => className === "text").forEach((td) => breakable(td, td.textContent));
-      const also = make("td", rest, { className: "also" });
-      body.insertRow().append(make("th", stage, { scope: "row" }), ...shown, also);
+      body.insertRow().append(make("th", stage, { scope: "row" }), ...shown);
+      if (!rest) continue;
+      const also = Object.assign(body.insertRow(), { className: "also" });
+      also.append(make("td"), make("td", rest, { colSpan: heads.length }));
     }
     const row = make("tr", "", { className: "detail" });
     const scroll = make("div", "", { className: "scroll" });
