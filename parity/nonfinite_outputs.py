@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +15,11 @@ from layerline.calib.samples import Batch
 from layerline.compare.value_pairs import computed_values
 from layerline.graph.io import module_identity, onnx_files
 from layerline.graph.quantization import convert
+from layerline.pipeline.accuracy.evidence import NonFinite
 from layerline.pipeline.errors import PipeError
 from layerline.pipeline.inputs.batches import leaves
 
 Mask = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, kw_only=True)
-class NonFinite:
-    """Samples whose outputs a stage made NaN or Inf."""
-
-    count: int  # how many
-    samples: int  # of how many samples
-    value: str = ""  # the first value in the graph's order that is NaN or Inf; empty where it can't be told
-    module: str = ""  # module path of the node that computes it
-
-    @property
-    def text(self) -> str:
-        return f"the outputs of {self.count} of {self.samples} samples have NaN or Inf"
 
 
 class Watch:

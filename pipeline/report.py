@@ -44,30 +44,21 @@ Row = dict[str, Scalar]
 Order = Literal["own", "error", "sqnr", "effect", "gain", "clipped", "network"]
 """How the rows of a table are sorted: by a measure, worst first, by how far they are beyond their tolerance and then by
 SQNR (`error`), or as the network runs."""
-OWN = "isolated_sqnr_db"
-"""The column that holds a layer's own error: its SQNR where it is fed what the reference computes."""
-EFFECT = "outputs_sqnr_db"
-"""The column that holds a layer's effect: the SQNR of the outputs if this layer alone were the candidate's."""
-GAIN = "gain_db"
-"""The column that holds by how many dB the outputs gain if this layer alone were the reference's."""
-ROUNDING = "rounding_sqnr_db"
-"""The column that holds what the rounding of a layer's inputs and weights explains of its own error."""
-WEIGHT = "weight_sqnr_db"
-"""The column that holds the SQNR of a layer's weights."""
-CLIPPED = "clipped"
-"""The column that holds the share of a value that its range cuts off."""
+# Columns in `LayerDiff.extra`.
+OWN = "isolated_sqnr_db"  # a layer's own error: its SQNR where it is fed what the reference computes
+EFFECT = "outputs_sqnr_db"  # the SQNR of the outputs if this layer alone were the candidate's
+GAIN = "gain_db"  # by how many dB the outputs gain if this layer alone were the reference's
+ROUNDING = "rounding_sqnr_db"  # what the rounding of a layer's inputs and weights explains of its own error
+WEIGHT = "weight_sqnr_db"  # the SQNR of a layer's weights
+CLIPPED = "clipped"  # the share of a value that its range cuts off
+_SORTED_BY = {"own": OWN, "sqnr": "sqnr_db", "effect": EFFECT, "gain": GAIN, "clipped": CLIPPED}
+# Tables of a report. Of the last three the rows are drawn and not listed.
+CHANNELS = "channels"  # a row for each channel of a few layers, the worst channels of a layer first
+HISTOGRAMS = "histograms"  # `Histogram.profile` of values, with their ranges
+FLIPPED = "flipped samples"  # some samples whose answer flipped: a picture (`picture`, a data URI) or words (`text`)
+CONVERGENCE = "convergence"  # how far scales moved while calibration read more samples; changes are relative
 RESCALED = "/rescaled"
 """Behind the name of a value whose channels quantisation scaled: its numbers are not those of the float model's."""
-_SORTED_BY = {"own": OWN, "sqnr": "sqnr_db", "effect": EFFECT, "gain": GAIN, "clipped": CLIPPED}
-
-CHANNELS = "channels"
-"""The table of a report that has a row for each channel of a few layers, the worst channels of a layer first."""
-HISTOGRAMS = "histograms"
-"""The table of a report whose rows are drawn and not listed: `Histogram.profile` of values, with their ranges."""
-FLIPPED = "flipped samples"
-"""Another one: some samples whose answer flipped, as a picture (`picture`, a data URI) or in words (`text`)."""
-CONVERGENCE = "convergence"
-"""Another one: how far scales moved while calibration read more samples. Changes and intervals are relative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,18 +124,13 @@ class LayerDiff:
             sqnr = -20.0 * math.log10(self.rel_l2)
         if math.isnan(sqnr):
             sqnr = -math.inf
-        return self.passed, -self._excess(), sqnr
-
-    def _excess(self) -> float:
-        """How many times its tolerance the judged measure is; 0 where nothing is gated."""
         measured = getattr(self, self.judged)
-        if self.one_sided:
-            return math.inf
-        if self.tolerance is None or measured == 0:
-            return 0.0
-        if measured is None or math.isnan(measured) or self.tolerance <= 0:
-            return math.inf
-        return float(measured / self.tolerance)
+        excess = math.inf
+        if not self.one_sided and (self.tolerance is None or measured == 0):
+            excess = 0.0
+        elif not self.one_sided and self.tolerance and measured is not None and not math.isnan(measured):
+            excess = float(measured / self.tolerance)
+        return self.passed, -excess, sqnr
 
     def severity_by(self, order: Order) -> tuple[bool, float, tuple[bool, float, float]]:
         """Sorts worst first: failed, then by the measure; values without it come last, in order of `severity`."""
@@ -245,10 +231,6 @@ class Report:
             return "own"
         return "error"
 
-    def worst(self, n: int = 1) -> tuple[LayerDiff, ...]:
-        """The n records that differ most, worst first."""
-        return self.sorted("error")[:n]
-
     def sorted(self, order: Order) -> tuple[LayerDiff, ...]:
         """All records in an order; `network` is the report's own."""
         if order == "network":
@@ -266,8 +248,7 @@ class Report:
         first = self.first_failing()
         if first is not None:
             reasons.append(_blame(first, sum(not r.passed for r in self.records)))
-        hints = [gate.hint for gate in failing if gate.hint]
-        hints.append(f"see: pipe diff {self.stage}")
+        hints = [*(gate.hint for gate in failing if gate.hint), f"see: pipe diff {self.stage}"]
         return StageError("; ".join(reasons), where=self.stage, hint=hints[0])
 
     def plain_metrics(self) -> dict[str, Scalar]:

@@ -15,10 +15,19 @@ from importlib import metadata
 from statistics import fmean, median
 
 from layerline.pipeline.accuracy import quantize_causes
-from layerline.pipeline.accuracy.evidence import Cause, Evidence, NonFinite, Rule, figure, format_setting, of_lost
+from layerline.pipeline.accuracy.evidence import (
+    Cause,
+    Evidence,
+    NonFinite,
+    Rule,
+    figure,
+    finite,
+    format_setting,
+    of_lost,
+)
 from layerline.pipeline.config.quantize_fields import HALF_TYPES
 from layerline.pipeline.errors import Unavailable, brief
-from layerline.pipeline.report import Gate, Report
+from layerline.pipeline.report import Gate, LayerDiff, Report
 
 __all__ = ["Cause", "Evidence", "NonFinite", "Rule", "rules"]
 GROUP = "layerline.causes"
@@ -89,14 +98,14 @@ def parity_failed(evidence: Evidence) -> Iterator[Cause]:
         if first is None or first.one_sided:
             continue
         measured = figure(getattr(first, first.judged))
-        cause = first.extra.get("cause")
-        yield Cause(
+        text = f"{first.op} {first.where}: {first.judged} {measured}, tolerance {figure(first.tolerance)}"
+        if first.extra.get("cause"):
+            text += f"; {first.extra['cause']}"
+        yield Cause.at(
+            first,
             name=PARITY,
             stage=stage,
-            layer=first.where,
-            value=first.name,
-            evidence=f"{first.op} {first.where}: {first.judged} {measured}, tolerance {figure(first.tolerance)}"
-            + (f"; {cause}" if cause else ""),
+            evidence=text,
             advice=f"see the smallest model that shows it: pipe debug {stage}",
             # It names the layer; what gates say of the outputs follows from it.
             confidence=0.94,
@@ -127,31 +136,28 @@ def failed_gates(evidence: Evidence) -> Iterator[Cause]:
 
 @of_lost("ema")
 def average_lags(_: Evidence, report: Report) -> Iterator[Cause]:
-    """Averaged weights that are still near where training began."""
-    rows = [r for r in report.records if r.op == "parameter" and r.rel_l2 is not None]
-    lagging = [record for record in rows if record.rel_l2 is not None and record.rel_l2 > LAG]
-    if len(lagging) * 2 > len(rows):
-        worst = max(lagging, key=lambda record: record.rel_l2 or 0.0)
-        yield Cause(
+    """Averaged weights that are still near where training began: most of them, or one."""
+    rows = [r for r in report.records if r.op == "parameter" and finite(r.rel_l2) is not None]
+    if not rows:
+        return
+    worst = max(rows, key=_distance)
+    lagging = sum(_distance(record) > LAG for record in rows)
+    typical = median(map(_distance, rows))
+    if lagging * 2 > len(rows):
+        yield Cause.at(
+            worst,
             name="the average lags behind",
-            layer=worst.where,
-            value=worst.name,
-            evidence=f"{len(lagging)} of {len(rows)} averaged weights are more than {LAG:g} away from the online ones; "
+            evidence=f"{lagging} of {len(rows)} averaged weights are more than {LAG:g} away from the online ones; "
             f"{worst.name} by {worst.rel_l2:.2g}",
             advice="let the average follow faster (a smaller train.training.ema_decay, or ema_warmup: true), or ship "
             "the online weights",
             setting="ema.weights=online",
             confidence=0.85,
         )
-        return
-    typical = median(record.rel_l2 or 0.0 for record in rows) if rows else 0.0
-    far = [record for record in lagging if (record.rel_l2 or 0.0) > FAR * typical]
-    if far:
-        worst = max(far, key=lambda record: record.rel_l2 or 0.0)
-        yield Cause(
+    elif _distance(worst) > max(LAG, FAR * typical):
+        yield Cause.at(
+            worst,
             name="a weight of the average is far from the online one",
-            layer=worst.where,
-            value=worst.name,
             evidence=f"{worst.name} is {worst.rel_l2:.2g} away from the online weight; half of the weights are no more "
             f"than {typical:.2g} away",
             advice="average this weight from the same step on as the others, or ship the online weights",
@@ -160,20 +166,24 @@ def average_lags(_: Evidence, report: Report) -> Iterator[Cause]:
         )
 
 
+def _distance(record: LayerDiff) -> float:
+    """Relative distance of an averaged weight from the online one."""
+    return record.rel_l2 or 0.0
+
+
 @of_lost("ema")
 def stale_statistics(_: Evidence, report: Report) -> Iterator[Cause]:
     """Outputs of BatchNorm that move although the averaged weights are near the online ones."""
-    parameters = {r.name: r.rel_l2 for r in report.records if r.op == "parameter" and r.rel_l2 is not None}
-    if not parameters or max(parameters.values()) > LAG:
+    distances = [r.rel_l2 for r in report.records if r.op == "parameter" and r.rel_l2 is not None]
+    if not distances or max(distances) > LAG:
         return
     for record in report.records:
         if record.op.startswith("BatchNorm") and record.sqnr_db is not None and record.sqnr_db < LOW_DB:
-            yield Cause(
+            yield Cause.at(
+                record,
                 name="stale BatchNorm statistics",
-                layer=record.where,
-                value=record.name,
                 evidence=f"{record.where} has {record.sqnr_db:.1f} dB, though no averaged weight is more than "
-                f"{max(parameters.values()):.2g} away from the online one",
+                f"{max(distances):.2g} away from the online one",
                 advice="estimate the statistics again for the averaged weights, or ship the online weights",
                 setting="ema.weights=online",
                 confidence=0.8,

@@ -7,11 +7,11 @@ import glob
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from layerline.pipeline.config.quantize_fields import HALF_TYPES
-from layerline.pipeline.report import Report, Scalar
+from layerline.pipeline.report import LayerDiff, Report, Scalar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,28 +44,39 @@ class Cause:
         """The layer, and the value where that has another name."""
         return f"{self.layer} ({self.value})" if self.value not in ("", self.layer) else self.layer
 
+    @classmethod
+    def at(cls, record: LayerDiff, **fields: Any) -> Cause:
+        """A cause in a layer of a report."""
+        return cls(layer=record.where, value=record.name, **fields)
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Scalar], **fields: Any) -> Cause:
+        """A cause in a value of the table "quantized"."""
+        return cls(layer=str(row.get("module") or row["value"]), value=str(row["value"]), **fields)
+
     def row(self) -> dict[str, Scalar]:
-        return {
-            "cause": self.name,
-            "stage": self.stage,
-            "layer": self.layer,
-            "value": self.value,
-            "evidence": self.evidence,
-            "advice": self.advice,
-            "setting": self.setting,
-            "confidence": round(self.confidence, 2),
-        }
+        fields = asdict(self)
+        return {"cause": fields.pop("name"), **fields, "confidence": round(self.confidence, 2)}
 
 
-class NonFinite(Protocol):
-    """Samples with NaN or Inf in their outputs; the first value that has them, and its module, where that is known."""
+@dataclass(frozen=True, kw_only=True)
+class NonFinite:
+    """Samples whose outputs a stage made NaN or Inf.
+
+    Attributes:
+        count: how many, of `samples`.
+        value: the first value in the graph's order that is NaN or Inf; empty where it can't be told.
+        module: module path of the node that computes it.
+    """
+
+    count: int
+    samples: int
+    value: str = ""
+    module: str = ""
 
     @property
-    def text(self) -> str: ...
-    @property
-    def value(self) -> str: ...
-    @property
-    def module(self) -> str: ...
+    def text(self) -> str:
+        return f"the outputs of {self.count} of {self.samples} samples have NaN or Inf"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +97,6 @@ class Evidence:
     logs: Mapping[str, Sequence[Mapping[str, float]]] = field(default_factory=dict)
     nonfinite: Mapping[str, NonFinite] = field(default_factory=dict)
 
-    def lost(self, stage: str) -> Report | None:
-        """The report of a stage that lost something; None if it did not, or has none."""
-        return self.reports.get(stage) if stage in self.losses else None
-
     def setting(self, stage: str, name: str) -> Any:
         return self.settings.get(stage, {}).get(name)
 
@@ -107,9 +114,8 @@ def of_lost(stage: str) -> Callable[[Callable[[Evidence, Report], Iterator[Cause
     def as_rule(look: Callable[[Evidence, Report], Iterator[Cause]]) -> Rule:
         @functools.wraps(look)
         def rule(evidence: Evidence) -> Iterator[Cause]:
-            report = evidence.lost(stage)
-            if report is not None:
-                for cause in look(evidence, report):
+            if stage in evidence.losses and stage in evidence.reports:
+                for cause in look(evidence, evidence.reports[stage]):
                     yield replace(cause, stage=stage)
 
         return rule

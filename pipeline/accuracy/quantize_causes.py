@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from statistics import fmean
 
 from layerline.pipeline.accuracy.evidence import Cause, Evidence, Rule, finite, format_setting, of_lost
+from layerline.pipeline.report import CLIPPED as BEYOND
 from layerline.pipeline.report import GAIN, OWN, ROUNDING, LayerDiff, Report, Scalar
 
 CLIPPED = 0.005
@@ -35,34 +36,26 @@ UNEVEN_DB = 12.0
 @of_lost("quantize")
 def clipped_range(evidence: Evidence, report: Report) -> Iterator[Cause]:
     """Values of which a large share lies beyond the range that calibration chose."""
-    clipped: list[tuple[float, LayerDiff]] = []
-    harmful: list[tuple[float, LayerDiff]] = []
+    clipped: list[tuple[bool, float, LayerDiff]] = []
     for record in report.records:
-        share, least = finite(record.extra.get("clipped")), _least_own(report, record.name)
-        if share is None or share < CLIPPED or (least is not None and least >= 2 * LOW_DB):
-            continue
-        clipped.append((share, record))
-        if least is None or least < LOW_DB:
-            harmful.append((share, record))
+        share = finite(record.extra.get(BEYOND)) or 0.0
+        least = _least_own(report, record.name)
+        if share >= CLIPPED and (least is None or least < 2 * LOW_DB):
+            clipped.append((least is None or least < LOW_DB, share, record))
     if not clipped:
         return
-    share, worst = max(harmful or clipped, key=lambda pair: pair[0])
-    others = ""
+    harms, share, worst = max(clipped, key=lambda item: item[:2])
+    text = f"{100 * share:.2g} % of {worst.where} lies beyond its range"
     if len(clipped) > 1:
-        others = f", and more than {100 * CLIPPED:g} % of {len(clipped) - 1} other values"
+        text += f", and more than {100 * CLIPPED:g} % of {len(clipped) - 1} other values"
+    if worst.own_db is not None:
+        text += f"; with exact inputs it has {worst.own_db:.1f} dB"
     advice, setting = "use a calibrator that keeps all values", "quantize.calibrator=minmax"
     # Nothing clips less than minmax: what it cuts off lies beyond all calibration samples.
     if evidence.setting("quantize", "calibrator") == "minmax":
         advice, setting = "calibrate on samples like those of eval_data()", ""
-    yield Cause(
-        name="clipped range",
-        layer=worst.where,
-        value=worst.name,
-        evidence=f"{100 * share:.2g} % of {worst.where} lies beyond its range{others}{_own_text(worst)}",
-        advice=advice,
-        setting=setting,
-        confidence=min(0.9, 0.5 + 5 * share) if harmful else 0.35,
-    )
+    confidence = min(0.9, 0.5 + 5 * share) if harms else 0.35
+    yield Cause.at(worst, name="clipped range", evidence=text, advice=advice, setting=setting, confidence=confidence)
 
 
 _UNLIKE_ADVICE = "calibrate on samples like those of eval_data(): the same preparation, and all classes"
@@ -80,74 +73,56 @@ def _clipped_in_evaluation(report: Report) -> Cause | None:
     """Values of which evaluation lies beyond the range far more often than calibration."""
     beyond: list[tuple[float, float, Mapping[str, Scalar]]] = []
     for row in report.tables.get("quantized", ()):
-        in_calibration = finite(row.get("clipped"))
+        in_calibration = finite(row.get(BEYOND))
         in_evaluation = finite(row.get("clipped_there"))
         if in_calibration is None or in_evaluation is None:
             continue
-        if in_evaluation < CLIPPED or in_evaluation < MORE_CLIPPED * in_calibration:
-            continue
         least = _least_own(report, str(row["value"]))
-        if least is not None and least < LOW_DB:
+        if least is None or least >= LOW_DB:
+            continue
+        if in_evaluation >= max(CLIPPED, MORE_CLIPPED * in_calibration):
             beyond.append((in_evaluation, in_calibration, row))
     if not beyond:
         return None
     in_evaluation, in_calibration, row = max(beyond, key=lambda item: item[0])
-    return Cause(
-        name=UNLIKE,
-        layer=str(row.get("module") or row["value"]),
-        value=str(row["value"]),
-        evidence=f"{100 * in_evaluation:.2g} % of {row['value']} lies beyond its range on eval_data(), and "
-        f"{100 * in_calibration:.2g} % in calibration; {len(beyond)} values are like that",
-        advice=_UNLIKE_ADVICE,
-        confidence=0.92,
-    )
+    text = f"{100 * in_evaluation:.2g} % of {row['value']} lies beyond its range on eval_data(), and "
+    text += f"{100 * in_calibration:.2g} % in calibration; {len(beyond)} values are like that"
+    return Cause.of_row(row, name=UNLIKE, evidence=text, advice=_UNLIKE_ADVICE, confidence=0.92)
 
 
 def _signal_lost_everywhere(report: Report) -> Cause | None:
     """At least half of the values without signal, though the ranges cut off little of what calibration saw."""
     measured = [record for record in report.records if record.own_db is not None]
-    unfit: list[tuple[float, LayerDiff]] = []
-    for record in measured:
-        own, share = record.own_db, finite(record.extra.get("clipped"))
-        if own is not None and own < UNFIT_DB and (share is None or share < CLIPPED):
-            unfit.append((own, record))
-    shares = [finite(row.get("clipped")) for row in report.tables.get("quantized", ())]
-    clipped = [share for share in shares if share is not None and share >= CLIPPED]
+    low = [record for record in measured if _own(record) < UNFIT_DB]
+    unfit = [record for record in low if (finite(record.extra.get(BEYOND)) or 0.0) < CLIPPED]
+    shares = [finite(row.get(BEYOND)) for row in report.tables.get("quantized", ())]
+    known_shares = [share for share in shares if share is not None]
     # Where most ranges cut off what calibration saw, the calibrator is the reason.
-    mostly_clipped = len(clipped) * 2 > len([share for share in shares if share is not None])
+    mostly_clipped = 2 * sum(share >= CLIPPED for share in known_shares) > len(known_shares)
     if len(unfit) < 2 or len(unfit) * 2 < len(measured) or mostly_clipped:
         return None
-    own, worst = min(unfit, key=lambda pair: pair[0])
-    return Cause(
-        name=UNLIKE,
-        layer=worst.where,
-        value=worst.name,
-        evidence=f"{len(unfit)} of {len(measured)} values have less than {UNFIT_DB:g} dB with exact inputs, down to "
-        f"{own:.1f} dB at {worst.where}, and calibration saw little beyond their ranges",
-        advice=_UNLIKE_ADVICE,
-        confidence=0.92,
-    )
+    worst = min(unfit, key=_own)
+    text = f"{len(unfit)} of {len(measured)} values have less than {UNFIT_DB:g} dB with exact inputs, down to "
+    text += f"{worst.own_db:.1f} dB at {worst.where}, and calibration saw little beyond their ranges"
+    return Cause.at(worst, name=UNLIKE, evidence=text, advice=_UNLIKE_ADVICE, confidence=0.92)
 
 
 @of_lost("quantize")
 def unexplained_error(_: Evidence, report: Report) -> Iterator[Cause]:
     """A layer whose error with exact inputs is far greater than what rounding its inputs and weights explains."""
-    worst: list[tuple[float, LayerDiff]] = []
+    unexplained: list[LayerDiff] = []
     for record in report.records:
-        own, rounding = record.own_db, record.extra.get(ROUNDING)
+        rounding = record.extra.get(ROUNDING)
         # What loses less than a hundredth is no reason, whatever it comes from.
-        if own is None or own >= 2 * LOW_DB or not isinstance(rounding, int | float):
-            continue
-        if rounding - own > UNEXPLAINED_DB:
-            worst.append((own, record))
-    if worst:
-        own, record = min(worst, key=lambda pair: pair[0])
-        yield Cause(
+        if _own(record) < 2 * LOW_DB and isinstance(rounding, int | float) and rounding - _own(record) > UNEXPLAINED_DB:
+            unexplained.append(record)
+    if unexplained:
+        worst = min(unexplained, key=_own)
+        yield Cause.at(
+            worst,
             name="the model computes otherwise than its plan",
-            layer=record.where,
-            value=record.name,
-            evidence=f"{record.op} {record.where} has {own:.1f} dB with exact inputs, where rounding its inputs and "
-            f"weights leaves {record.extra[ROUNDING]:.1f} dB",
+            evidence=f"{worst.op} {worst.where} has {worst.own_db:.1f} dB with exact inputs, where rounding its inputs "
+            f"and weights leaves {worst.extra[ROUNDING]:.1f} dB",
             advice="compare its bias, scales and zero points with plan.json: pipe plan; pipe why --repro shows it",
             confidence=0.94,
         )
@@ -160,10 +135,9 @@ def coarse_range(evidence: Evidence, report: Report) -> Iterator[Cause]:
         used = finite(row.get("range_used"))
         if row.get("role") != "activation" or used is None or not 0 < used < RANGE_USED:
             continue
-        yield Cause(
+        yield Cause.of_row(
+            row,
             name="range far beyond the data",
-            layer=str(row.get("module") or row["value"]),
-            value=str(row["value"]),
             evidence=f"calibration saw {100 * used:.2g} % of the range of {row['value']}, which "
             f"{row.get('module') or 'a layer'} reads",
             advice="keep the layer in half precision, or mend the range that the model brings along",
@@ -179,22 +153,20 @@ def uneven_channels(evidence: Evidence, report: Report) -> Iterator[Cause]:
         whole, worst = finite(row.get("sqnr_db")), finite(row.get("worst_channel_db"))
         if row.get("role") != "weight" or whole is None or worst is None:
             continue
-        per_tensor = row.get("axis") is None
         if worst > LOW_DB or whole - worst < UNEVEN_DB:
             continue
-        name = str(row["value"])
-        layer = str(row.get("module") or name)
+        advice = "keep the layer in half precision"
+        setting = format_setting(evidence, str(row.get("module") or row["value"]))
         scale, confidence = "a scale for each channel", 0.6
-        if per_tensor:
+        if row.get("axis") is None:
             scale, confidence = "one scale for all channels", 0.85
-        advice, setting = "keep the layer in half precision", format_setting(evidence, layer)
-        if per_tensor and evidence.setting("quantize", "per_channel") is False:
-            advice, setting = "give each channel a scale", "quantize.per_channel=true"
-        yield Cause(
+            if evidence.setting("quantize", "per_channel") is False:
+                advice, setting = "give each channel a scale", "quantize.per_channel=true"
+        text = f"{row['value']} has {worst:.1f} dB in its worst channel and {whole:.1f} dB as a whole, with {scale}"
+        yield Cause.of_row(
+            row,
             name="uneven weight channels",
-            layer=layer,
-            value=name,
-            evidence=f"{name} has {worst:.1f} dB in its worst channel and {whole:.1f} dB as a whole, with {scale}",
+            evidence=text,
             advice=advice,
             setting=setting,
             confidence=confidence,
@@ -205,35 +177,31 @@ def uneven_channels(evidence: Evidence, report: Report) -> Iterator[Cause]:
 def sensitive_layers(evidence: Evidence, report: Report) -> Iterator[Cause]:
     """Layers that lose most by themselves, with exact inputs; many small losses where no single one stands out."""
     rows = [record for record in report.sorted("own") if record.own_db is not None]
-    low = [record for record in rows if record.own_db is not None and record.own_db < LOW_DB]
+    low = [record for record in rows if _own(record) < LOW_DB]
     # What a layer loses by itself may be lost on the outputs: those first by which they gain.
     for record in sorted(low, key=lambda record: -_gain(record))[:3]:
-        own = record.own_db or 0.0
         # Without its signal a layer is a better reason than a class that lost more than others.
-        confidence = 0.65 if own < UNFIT_DB else 0.55
-        gain = ""
+        confidence = 0.65 if _own(record) < UNFIT_DB else 0.55
+        text = f"{record.op} {record.where} has {record.own_db:.1f} dB with exact inputs"
         if GAIN in record.extra:
-            gain = f"; the outputs gain {_gain(record):.1f} dB by it alone in float"
+            text += f"; the outputs gain {_gain(record):.1f} dB by it alone in float"
             # By itself it is not the reason.
             if _gain(record) < LEAST_GAIN:
                 confidence = 0.45
-        yield Cause(
+        yield Cause.at(
+            record,
             name="a layer that int8 does not suit",
-            layer=record.where,
-            value=record.name,
-            evidence=f"{record.op} {record.where} has {own:.1f} dB with exact inputs{gain}",
+            evidence=text,
             advice="keep it in half precision; `pipe tune` finds all that need it",
             setting=format_setting(evidence, record.name),
             confidence=confidence,
         )
     if rows and not low:
-        record = rows[0]
-        yield Cause(
+        text = f"no layer has less than {LOW_DB:g} dB by itself; the lowest is {rows[0].where} with "
+        yield Cause.at(
+            rows[0],
             name="many small losses",
-            layer=record.where,
-            value=record.name,
-            evidence=f"no layer has less than {LOW_DB:g} dB by itself; the lowest is {record.where} with "
-            f"{record.own_db:.1f} dB",
+            evidence=f"{text}{rows[0].own_db:.1f} dB",
             advice="let a search choose the layers that stay float: pipe tune",
             setting="quantize.search=true",
             confidence=0.4,
@@ -278,27 +246,28 @@ def lost_slice(evidence: Evidence, report: Report) -> Iterator[Cause]:
             )
 
 
+def _own(record: LayerDiff) -> float:
+    """SQNR with exact inputs; inf where there is no error or no figure."""
+    return math.inf if record.own_db is None else record.own_db
+
+
 def _least_own(report: Report, value: str) -> float | None:
     """The least SQNR, with exact inputs, of a value and of the layers that read it quantised; None if not measured.
 
     Rounding and clipping a value is an error of the layer that reads it.
     """
-    readers = set[str]()
+    readers = {""}
     for row in report.tables.get("quantized", ()):
         if row.get("value") == value:
             readers.update(str(row.get("module") or "").split(", "))
+    readers.discard("")
     measured: list[float] = []
     for record in report.records:
         own = record.extra.get(OWN)
-        is_reader = not readers.isdisjoint(record.module.split(", ")) and record.module != ""
-        if isinstance(own, int | float) and (record.name == value or is_reader):
+        concerned = record.name == value or not readers.isdisjoint(record.module.split(", "))
+        if concerned and isinstance(own, int | float):
             measured.append(float(own))
     return min(measured, default=None)
-
-
-def _own_text(record: LayerDiff) -> str:
-    own = record.own_db
-    return "" if own is None else f"; with exact inputs it has {own:.1f} dB"
 
 
 RULES: tuple[Rule, ...] = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from layerline.pipeline.accuracy.causes import PARITY, RULES, Cause, Evidence, NonFinite, Rule, rules
 from layerline.pipeline.commands import lookup
@@ -26,20 +26,11 @@ from layerline.pipeline.run.workplace import temporary_work
 from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
 
-STAGE = "why"
 TABLES = ("metric by stage", "causes", "worst layers")
 # By name, on use: they import onnx.
 _SCORES = "layerline.parity.stage_scores"
 _REPRO = "layerline.parity.stage_repro"
 _WORST = 3  # layers of each stage
-
-
-@runtime_checkable
-class Opens(Protocol):
-    """A stage that leaves weights, and can open them as something to run."""
-
-    def session(self, folder: Path, task: Task) -> Any:
-        """The model in an artifact's folder, as a session."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +72,14 @@ def explain(project: Project, log: Log, run_id: str | None = None) -> Explained:
         stage = record.stage
         if stage not in stages:
             continue
-        reports[stage] = planner.ledger.report(record)
-        if not reports[stage].passed and not reports[stage].is_wrong:
-            unfinished.append(f"{stage} was not judged: {reports[stage].failure().what}")
+        reports[stage] = report = planner.ledger.report(record)
+        if not report.passed and not report.is_wrong:
+            unfinished.append(f"{stage} was not judged: {report.failure().what}")
         artifact = planner.store.get(record.digest)
         if artifact is not None:
             folders[stage] = artifact.path
         elif record.kind != "engine":  # which is not evaluated anyway
-            removed = "its artifact was removed"
-            unfinished.append(f"{stage} was not evaluated: {removed}; pipe run {stage} makes it again")
+            unfinished.append(f"{stage} was not evaluated: its artifact was removed; pipe run {stage} makes it again")
     scores = _scores(project, folders, log)
     evidence = _evidence(project, reports, scores.losses, lookup.logs(planner, run), scores.nonfinite)
     causes = ranked(evidence)
@@ -117,13 +107,9 @@ def _evidence(
     nonfinite: Mapping[str, NonFinite],
 ) -> Evidence:
     """What the rules look at. A stage that did not pass has lost something too, unless it could not be judged."""
-    losses: dict[str, str] = {}
-    for stage in project.stages:
-        report = reports.get(stage.name)
-        if stage.name in lost:
-            losses[stage.name] = lost[stage.name]
-        elif report is not None and report.is_wrong:
-            losses[stage.name] = report.failure().what
+    failed = {stage: report.failure().what for stage, report in reports.items() if report.is_wrong}
+    either = {**failed, **lost}
+    losses = {stage.name: either[stage.name] for stage in project.stages if stage.name in either}
     settings = {stage.name: stage.model_dump() for stage in project.stages}
     return Evidence(reports=reports, settings=settings, losses=losses, logs=logs, nonfinite=nonfinite)
 
@@ -147,7 +133,8 @@ def _scores(project: Project, folders: Mapping[str, Path], log: Log) -> Any:
     modules: dict[str, Callable[[], Any]] = {}
     max_drop = None
     for stage in project.stages:
-        if isinstance(stage, Opens) and stage.name in folders:
+        # Stages that leave weights can open them as something to run.
+        if hasattr(stage, "session") and stage.name in folders:
             modules[stage.name] = partial(stage.session, folders[stage.name], task)
         max_drop = getattr(stage, "max_drop", max_drop)
     with temporary_work(task, log, {}, {}) as work:
@@ -166,14 +153,12 @@ def _report(evidence: Evidence, causes: list[Cause], unfinished: list[str], scor
             own = record.extra.get(OWN)
             if record.passed and record.sqnr_db in (None, math.inf) and own in (None, math.inf):
                 continue
-            place: dict[str, Scalar] = {"stage": stage, "layer": record.where, "value": record.name, "op": record.op}
-            figures = {"own_sqnr_db": own, "sqnr_db": record.sqnr_db, GAIN: record.extra.get(GAIN)}
-            worst.append({**place, **figures})
-    return Report(
-        stage=STAGE,
-        notes=(*verdict(evidence, causes, unfinished), *warnings, *scores.notes),
-        tables=dict(zip(TABLES, (scores.rows, [cause.row() for cause in causes], worst), strict=True)),
-    )
+            row: dict[str, Scalar] = {"stage": stage, "layer": record.where, "value": record.name, "op": record.op}
+            row |= {"own_sqnr_db": own, "sqnr_db": record.sqnr_db, GAIN: record.extra.get(GAIN)}
+            worst.append(row)
+    tables = dict(zip(TABLES, (scores.rows, [cause.row() for cause in causes], worst), strict=True))
+    notes = (*verdict(evidence, causes, unfinished), *warnings, *scores.notes)
+    return Report(stage="why", notes=notes, tables=tables)
 
 
 def verdict(evidence: Evidence, causes: list[Cause], unfinished: Sequence[str] = ()) -> list[str]:

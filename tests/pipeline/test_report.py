@@ -119,7 +119,7 @@ def test_a_gate_that_fails_fails_the_report() -> None:
 def test_rows_without_sqnr_are_sorted_by_their_relative_error() -> None:
     errors = {"small": 0.1, "nan": math.nan, "large": 2.96, "none": None, "zero": 0.0}
     rows = tuple(LayerDiff(name=n, op="parameter", module=n, rel_l2=e) for n, e in errors.items())
-    assert [r.name for r in Report(stage="train", records=rows).worst(3)] == ["nan", "large", "small"]
+    assert [r.name for r in Report(stage="train", records=rows).sorted("error")[:3]] == ["nan", "large", "small"]
 
 
 def test_the_worst_come_first() -> None:
@@ -137,8 +137,7 @@ def test_the_worst_come_first() -> None:
     ]
     expected = ["nan", "one side", "far beyond", "beyond", "near", "broken", "noisy", "quiet", "unmeasured", "equal"]
     report = Report(stage="x", records=tuple(layers))
-    assert [r.name for r in report.worst(99)] == expected
-    assert [r.name for r in report.worst(2)] == expected[:2]
+    assert [r.name for r in report.sorted("error")] == expected
     first = report.first_failing()
     assert first is not None and first.name == "beyond"  # in topological order
 
@@ -170,5 +169,5 @@ def test_the_order_that_shows_where_an_error_is_made() -> None:
     assert report.order == "own"
     assert [r.name for r in report.sorted("own")] == ["f", "n", "g", "u", "a"]
     assert [r.name for r in report.sorted("error")] == ["f", "u", "a", "g", "n"]
-    assert report.sorted("network") == report.records and report.worst(2) == report.sorted("error")[:2]
+    assert report.sorted("network") == report.records
     assert Report(stage="fuse", records=(failed, unmeasured)).order == "error"
