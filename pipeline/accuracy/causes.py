@@ -27,6 +27,7 @@ from layerline.pipeline.accuracy.evidence import (
 )
 from layerline.pipeline.config.quantize_fields import HALF_TYPES
 from layerline.pipeline.errors import Unavailable, brief
+from layerline.pipeline.accuracy.evidence import Cause, Evidence, NonFinite, Rule, figure, format_setting, of_lost
 from layerline.pipeline.report import Gate, LayerDiff, Report
 
 __all__ = ["Cause", "Evidence", "NonFinite", "Rule", "rules"]
@@ -137,7 +138,7 @@ def failed_gates(evidence: Evidence) -> Iterator[Cause]:
 @of_lost("ema")
 def average_lags(_: Evidence, report: Report) -> Iterator[Cause]:
     """Averaged weights that are still near where training began: most of them, or one."""
-    rows = [r for r in report.records if r.op == "parameter" and finite(r.rel_l2) is not None]
+    rows = [r for r in report.records if r.op == "parameter" and r.rel_l2 is not None and not math.isnan(r.rel_l2)]
     if not rows:
         return
     worst = max(rows, key=_distance)
