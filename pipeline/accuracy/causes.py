@@ -15,19 +15,9 @@ from importlib import metadata
 from statistics import fmean, median
 
 from layerline.pipeline.accuracy import quantize_causes
-from layerline.pipeline.accuracy.evidence import (
-    Cause,
-    Evidence,
-    NonFinite,
-    Rule,
-    figure,
-    finite,
-    format_setting,
-    of_lost,
-)
+from layerline.pipeline.accuracy.evidence import Cause, Evidence, NonFinite, Rule, figure, format_setting, of_lost
 from layerline.pipeline.config.quantize_fields import HALF_TYPES
 from layerline.pipeline.errors import Unavailable, brief
-from layerline.pipeline.accuracy.evidence import Cause, Evidence, NonFinite, Rule, figure, format_setting, of_lost
 from layerline.pipeline.report import Gate, LayerDiff, Report
 
 __all__ = ["Cause", "Evidence", "NonFinite", "Rule", "rules"]
