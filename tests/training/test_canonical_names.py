@@ -231,7 +231,7 @@ def test_a_module_under_two_names_of_one_parent_has_both() -> None:
     state = {name: torch.full_like(t, 2) for name, t in model.state_dict().items()}
     canonical_names.load(model, state)
     assert model.other[0].weight.tolist() == [[2.0, 2.0], [2.0, 2.0]]
-    assert list(batch_norm.batch_norms(model)) == ["one.1"]
+    assert batch_norm.batch_norms(model) == ["one.1"]
     parts = nn.ModuleDict({"a": model.one[1], "b": model.one[1]})
     assert batch_norm.to_group_norm(parts, groups=1) == ["a", "b"]
     assert isinstance(parts["b"], nn.GroupNorm) and parts["b"] is parts["a"]

@@ -29,8 +29,6 @@ COLUMNS = (
     "step", "loss", "loss_smooth", "grad_norm", "clip_rate", "lr", "update_ratio", "samples_s", "wait_rate",
     "peak_mb", "loss_scale", "skipped", "metric_online", "metric_deploy", "deploy_gap",
 )  # fmt: skip
-# How many columns, the last ones, a validation fills.
-_VALIDATED = 3
 # What `print` shows of a row.
 _PRINTED = ("loss", "lr", "grad_norm", "samples_s", "metric_online", "metric_deploy")
 _SMOOTHING = 0.98
@@ -39,7 +37,6 @@ _NORMS_KEPT = 101
 _REVIEW = 10
 # Up to this step, every row has an `update_ratio`.
 _EACH_UPDATE = 100
-_ADDRESS = Tensor.data_ptr
 # Accepted steps in a row with a small gradient norm, from which on they are warned of.
 _LOW = 50
 # Seconds between two readings of peak memory, at least: it hardly grows in between, and asking the kernel costs.
@@ -54,7 +51,6 @@ class _Totals(NamedTuple):
 
     steps: int
     clipped: int
-    scale_drops: int
     weight: float
     waited: float  # seconds
     time: float  # seconds on the clock
@@ -67,37 +63,41 @@ class Monitor:
 
     def __init__(self, config: MonitorConfig, names: Sequence[str], params: Sequence[Tensor]) -> None:
         self.interval = config.log_interval
-        self.columns = COLUMNS + (tuple(f"grad_norm/{n}" for n in names) if config.per_layer else ())
+        self.columns = COLUMNS
         self.per_layer = config.per_layer
         self.rows: list[array[float]] = []  # one array of float64 per row, in the order of `columns`
+        if self.per_layer:
+            self.add_columns([f"grad_norm/{name}" for name in names])
         # Whether data are loaded when needed, so that more workers could help; off where they lie in memory
         self.loads = True
         # Where each kind of warning is said, once a run; the `layerline.training` logger by default
         self.speak: Callable[[str], object] = logging.getLogger("layerline.training").warning
+        self.write: Callable[[str], object] | None = None
+        if config.print:
+            self.write = partial(print, flush=True)
+        self.trackers: list[Callable[[dict[str, float]], object]] = []
         self._hushed = False
+        # Warnings by key: those whose cause still holds, the first text of each, and how often it was given.
         self._active: set[str] = set()
         self._said: dict[str, str] = {}
         self._times: Counter[str] = Counter()
         self._measures_updates = config.update_ratio
         self._params = params
-        self._watched: list[Tensor] = []
-        self._at: list[int] = []  # addresses of the parameters that `_watched` looks into
-        self._before: Tensor | None = None
+        self._before: Tensor | None = None  # weights before the step that is logged
         self._device = device_of(params[0])
         self._norms: deque[float] = deque(maxlen=_NORMS_KEPT)
         self._median = math.inf
         self._low = 0  # steps in a row whose norm was far below the median
         self._smooth = math.nan
         # Totals, and what they were at the last row and at the last decision on what to warn of
-        self._steps = self._clipped = self._scale_drops = 0
+        self._steps = self._clipped = 0
+        self._scale_drops = 0  # since the last decision
         self._weight = self.waited = 0.0
         self._at_row = self._at_review = self._totals()
         self._peak, self._peak_read = 0.0, -math.inf
-        self.write: Callable[[str], object] | None = partial(print, flush=True) if config.print else None
-        self.trackers: list[Callable[[dict[str, float]], object]] = []
 
     def _totals(self) -> _Totals:
-        return _Totals(self._steps, self._clipped, self._scale_drops, self._weight, self.waited, time.perf_counter())
+        return _Totals(self._steps, self._clipped, self._weight, self.waited, time.perf_counter())
 
     def hush(self) -> None:
         """Goes on watching, but leaves it to another rank to speak and to draw."""
@@ -107,8 +107,11 @@ class Monitor:
     @property
     def warnings(self) -> list[str]:
         """One sentence for each kind of warning, as first given, with the number of times its cause occurred."""
-        times = {key: f" ({count} times)" for key, count in self._times.items() if count > 1}
-        return [text + times.get(key, "") for key, text in self._said.items()]
+        texts = []
+        for key, text in self._said.items():
+            count = self._times[key]
+            texts.append(f"{text} ({count} times)" if count > 1 else text)
+        return texts
 
     def add_columns(self, names: Sequence[str]) -> None:
         """Further columns, which are empty in the rows so far."""
@@ -129,12 +132,8 @@ class Monitor:
         """Called before a step that will be a row. `update_ratio` costs as much as the rest of a row: after the first
         steps it is measured once in ten of them, at steps that a resumed run measures too."""
         is_first_of_ten = step // _REVIEW > (step - self.interval) // _REVIEW
-        if not self._measures_updates or (step > _EACH_UPDATE and not is_first_of_ten):
-            return
-        addresses = list(map(_ADDRESS, self._params))
-        if addresses != self._at:  # the first time, and where `module.to()` has moved them
-            self._watched, self._at = _within(self._params, _RATIO_BYTES), addresses
-        self._before = torch.cat(self._watched) if self._watched else None
+        if self._measures_updates and (step <= _EACH_UPDATE or is_first_of_ten):
+            self._before = _sample(self._params)
 
     def accepted(self, loss: float, norm: float, weight: float, *, clipped: bool) -> None:
         """Takes in one accepted step."""
@@ -143,7 +142,7 @@ class Monitor:
         self._norms.append(norm)
         if clipped:
             self._clipped += 1
-        if math.isnan(self._smooth):
+        if math.isnan(self._smooth):  # before the first loss
             self._smooth = loss
         elif not math.isnan(loss):
             self._smooth = _SMOOTHING * self._smooth + (1 - _SMOOTHING) * loss
@@ -161,11 +160,11 @@ class Monitor:
     def scale_fell(self, scale: float, *, at_floor: bool) -> None:
         """Takes in one rejected step of fp16."""
         self._scale_drops += 1
-        drops = self._scale_drops - self._at_review.scale_drops
         if at_floor:
             self.warn("scale", f"the loss scale is down to {scale:g} and steps still overflow")
-        elif drops >= 5:
-            self.warn("scale", f"the loss scale keeps falling: {scale:g} now, {drops} halvings in a few steps")
+        elif self._scale_drops >= 5:
+            text = f"the loss scale keeps falling: {scale:g} now, {self._scale_drops} halvings in a few steps"
+            self.warn("scale", text)
 
     def row(
         self, step: int, loss: float, norm: float, lr: float, scale: float, skipped: int, more: Mapping[str, float]
@@ -179,22 +178,14 @@ class Monitor:
         clip_rate = (now.clipped - then.clipped) / max(now.steps - then.steps, 1)
         speed = (now.weight - then.weight) / seconds
         waited = (now.waited - then.waited) / seconds or math.nan
-        # In the order of COLUMNS; what a validation measures comes later.
+        ratio = math.nan
+        if self._before is not None:
+            ratio = self._ratio(self._before)
+        # In the order of COLUMNS; the last three are a validation's, which comes later.
         cells = [
-            step,
-            loss,
-            self._smooth,
-            norm,
-            clip_rate,
-            lr,
-            self._ratio(),
-            speed,
-            waited,
-            self._peak,
-            scale,
-            skipped,
-        ]
-        cells += [math.nan] * _VALIDATED
+            step, loss, self._smooth, norm, clip_rate, lr, ratio, speed, waited, self._peak, scale, skipped,
+            math.nan, math.nan, math.nan,
+        ]  # fmt: skip
         for column in self.columns[len(COLUMNS) :]:
             cells.append(more.get(column, math.nan))
         self.rows.append(array("d", cells))
@@ -256,21 +247,22 @@ class Monitor:
         self._norms.clear()
         self._norms.extend(state["norms"])
         self._at_row = self._at_review = self._totals()  # an interval does not go over a break
+        self._scale_drops = 0
         # What this process has already said (of the model, before it loaded; before a rollback) stays said.
         self._said = {**state["warnings"], **self._said}
-        for key, times in state["times"].items():
-            self._times[key] = max(self._times[key], times)
+        self._times |= Counter(state["times"])  # the greater count of each
         self._active |= set(state["active"])
 
-    def _ratio(self) -> float:
-        if self._before is None:
-            return math.nan
-        size = torch.linalg.vector_norm(self._before).item()
-        moved = torch.linalg.vector_norm(self._before.sub_(torch.cat(self._watched))).item()
+    def _ratio(self, before: Tensor) -> float:
         self._before = None
-        return moved / size if size else math.nan
+        size = torch.linalg.vector_norm(before).item()
+        after = _sample(self._params)
+        if after is None or not size:
+            return math.nan
+        return torch.linalg.vector_norm(after.sub_(before)).item() / size
 
     def _review(self, norm: float) -> None:
+        """Decides what to warn of. A cause that is gone is warned of again when it comes back."""
         now, then = self._totals(), self._at_review
         self._at_review = now
         self._median = statistics.median(self._norms)
@@ -278,17 +270,19 @@ class Monitor:
         waited = (now.waited - then.waited) / max(now.time - then.time, 1e-9)
         if clipped > 0.3:
             self.warn("clip", f"{clipped:.0%} of the steps were clipped: lower the rate or raise the bound")
+        else:
+            self._active.discard("clip")
         if self.loads and waited > 0.3:
             self.warn("wait", f"{waited:.0%} of the time goes to waiting for data: more workers may help")
-        # A cause that is gone is warned of again when it comes back.
-        gone = {
-            "norm_high": norm <= 100 * self._median,
-            "norm_low": not self._low,
-            "clip": clipped <= 0.3,
-            "wait": not self.loads or waited <= 0.3,
-            "scale": now.scale_drops == then.scale_drops,
-        }
-        self._active -= {key for key, is_gone in gone.items() if is_gone}
+        else:
+            self._active.discard("wait")
+        if norm <= 100 * self._median:
+            self._active.discard("norm_high")
+        if not self._low:
+            self._active.discard("norm_low")
+        if not self._scale_drops:
+            self._active.discard("scale")
+        self._scale_drops = 0
 
     def warn(self, key: str, text: str) -> None:
         """Counts a warning, unless the last one of this `key` still holds. The first one of each key is also logged."""
@@ -327,15 +321,15 @@ def peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _within(params: Sequence[Tensor], budget: int) -> list[Tensor]:
-    """Flat views of the first elements of some parameters, `budget` bytes in all; of one type and device, so that they
-    can be joined. Of a sharded parameter it is this rank's part."""
+def _sample(params: Sequence[Tensor]) -> Tensor | None:
+    """The first elements of some parameters that are of one type and device. Of a sharded one it is this rank's
+    part."""
     distance = -(-len(params) // _RATIO_PARAMS)
     parts = [local(p).detach() for p in params[::distance]]
-    share = max(budget // parts[0].element_size() // len(parts), 1)
+    share = max(_RATIO_BYTES // parts[0].element_size() // len(parts), 1)
     kept: list[Tensor] = []
     for part in parts:
         dense = part.is_contiguous() or (part.ndim == 4 and part.is_contiguous(memory_format=torch.channels_last))
         if dense and (part.dtype, part.device) == (parts[0].dtype, parts[0].device):
             kept.append(part.as_strided((min(part.numel(), share),), (1,)))
-    return kept
+    return torch.cat(kept) if kept else None
