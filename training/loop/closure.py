@@ -13,9 +13,7 @@ from layerline.training.loop.lane_state import LaneState
 
 
 class Evaluation:
-    """What an optimizer is handed as its closure: clears gradients, runs forward and backward, returns the loss. The
-    gradients of the evaluation that the step began with are used again where the weights have not moved since: LBFGS
-    evaluates first, SAM only after it has moved the weights."""
+    """What an optimizer is handed as its closure: clears gradients, runs forward and backward, returns the loss."""
 
     def __init__(self, lane: LaneState, closure: Callable[[], Tensor]) -> None:
         self._lane, self._closure = lane, closure
@@ -27,6 +25,7 @@ class Evaluation:
         self._unmoved = self._versions()
 
     def __call__(self) -> Tensor:
+        # LBFGS evaluates first, where the step has just done it; SAM only after it has moved the weights.
         if self._versions() == self._unmoved:
             return self.loss
         loss = self._evaluate()

@@ -27,31 +27,31 @@ def magnitude(
 ) -> dict[str, Tensor]:
     """Masks that drop the smallest weights of the Linear and convolution layers: exactly round(sparsity · n) of them.
     Gives True where a weight stays, by canonical parameter name; `skip` holds glob patterns of names that stay whole.
-    Of equal weights the first go. With `scope="global"` the share (0 to 1) holds over all layers, and the largest
-    weight of a layer always stays: a layer without weights is cut off from the rest for good."""
+    Of equal weights the first go. With `scope="global"` the share (0 to 1) holds over all layers."""
     _check_word("scope", scope, Scope)
-    weights: dict[str, Tensor] = {}
+    scores: dict[str, Tensor] = {}
+    shapes: dict[str, torch.Size] = {}
     for name, (_, param) in _layers(model, skip).items():
-        weights[name] = whole(param.detach()).abs().float()
-    _check(sparsity, weights)
+        scores[name] = whole(param.detach()).abs().float().flatten()
+        shapes[name] = param.shape
+    _check(sparsity, scores)
     if scope == "layer":
-        return {n: _keep(w.flatten(), round(sparsity * w.numel())).view(w.shape) for n, w in weights.items()}
-    scores = [weight.flatten().clone() for weight in weights.values()]
-    for score in scores:
+        return {name: _keep(s, round(sparsity * len(s))).view(shapes[name]) for name, s in scores.items()}
+    # The largest weight of a layer always stays: a layer without weights is cut off from the rest for good.
+    for score in scores.values():
         score[score.argmax()] = torch.inf
-    sizes = [len(score) for score in scores]
-    count = min(round(sparsity * sum(sizes)), sum(sizes) - len(sizes))
-    kept = torch.split(_keep(torch.cat(scores), count), sizes)
-    return {n: k.view(w.shape) for k, (n, w) in zip(kept, weights.items(), strict=True)}
+    joined = torch.cat(list(scores.values()))
+    count = min(round(sparsity * len(joined)), len(joined) - len(scores))
+    kept = torch.split(_keep(joined, count), [len(score) for score in scores.values()])
+    return {name: k.view(shapes[name]) for name, k in zip(scores, kept, strict=True)}
 
 
 def two_of_four(model: nn.Module, *, skip: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Masks that keep the two largest of each four weights along the input channels (Mishra et al. 2021). Layers whose
-    input channels are no multiple of four stay whole, and so do transposed convolutions: the sparse kernels take
-    neither."""
+    """Masks that keep the two largest of each four weights along the input channels (Mishra et al. 2021)."""
     masks: dict[str, Tensor] = {}
     for name, (layer, param) in _layers(model, skip).items():
         weight = whole(param.detach()).abs().float()
+        # The sparse kernels take no other number of input channels, and no transposed convolution.
         if isinstance(layer, _TRANSPOSED) or weight.shape[1] % 4:
             continue
         last = weight.movedim(1, -1)
@@ -75,15 +75,16 @@ def channels(model: nn.Module, sparsity: float, *, skip: Sequence[str] = (), nor
     masks: dict[str, Tensor] = {}
     for name, (layer, _) in layers.items():
         weight = weights[name]
-        groups = layer.groups if isinstance(layer, _TRANSPOSED) else 0
-        by_channel = weight.flatten(1)
-        if groups:
-            by_channel = weight.view(groups, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 1).flatten(1)
-        norm_of = by_channel.norm(dim=1)
-        kept = _keep(norm_of, min(round(sparsity * len(norm_of)), len(norm_of) - 1))
-        mask = kept[:, None].expand_as(by_channel)
-        if groups:
-            mask = mask.view(groups, -1, len(weight) // groups, *weight.shape[2:]).transpose(1, 2)
+        # (groups, output channels of a group, everything else)
+        if isinstance(layer, _TRANSPOSED):
+            by_channel = weight.view(layer.groups, -1, *weight.shape[1:]).transpose(1, 2)
+        else:
+            by_channel = weight[None]
+        norms_of = by_channel.flatten(2).norm(dim=2)
+        kept = _keep(norms_of.flatten(), min(round(sparsity * norms_of.numel()), norms_of.numel() - 1))
+        mask = kept.view(*norms_of.shape, *[1] * (by_channel.ndim - 2)).expand_as(by_channel)
+        if isinstance(layer, _TRANSPOSED):
+            mask = mask.transpose(1, 2)
         masks[name] = mask.reshape(weight.shape).contiguous()
         if isinstance(layer.bias, nn.Parameter):
             masks[f"{name.rpartition('.')[0]}.bias".lstrip(".")] = kept
@@ -127,7 +128,9 @@ class Gradual:
         """The last step up to accepted step number `step` at which masks are chosen; None before the first."""
         if step < self.begin:
             return None
-        return self.end if step >= self.end else step - (step - self.begin) % self.every
+        if step >= self.end:
+            return self.end
+        return step - (step - self.begin) % self.every
 
     def choose(self, model: nn.Module, step: int) -> dict[str, Tensor]:
         """The masks of that step."""
@@ -147,12 +150,14 @@ def configured(model: nn.Module, config: Config) -> Gradual | None:
     begin = pruning.start_step
     half = (config.scheduler.total_steps or 0) // 2
     end = pruning.end_step or max(half, begin + 1)
-    skip = pruning.skip
-    if pruning.method == "channels" and not skip:
-        skip = tuple(_layers(model))[-1:]  # its channels are the model's outputs
-    method: Method = "layer" if pruning.method == "magnitude" else pruning.method
+    method: Method = "layer"
+    if pruning.method != "magnitude":
+        method = pruning.method
     if method == "2:4":
         end = begin + 1
+    skip = pruning.skip
+    if method == "channels" and not skip:
+        skip = tuple(_layers(model))[-1:]  # its channels are the model's outputs
     return Gradual(final=pruning.share, begin=begin, end=end, every=pruning.every, method=method, skip=skip,
                    norms=method == "channels")  # fmt: skip
 

@@ -40,10 +40,9 @@ class Masks(Policy):
         """Masks besides those there are: a weight stays where all of them leave it. A second schedule takes the place
         of the first."""
         if self._lane.peers is not None:
-            content = repr(masks) if isinstance(masks, Gradual) else _digest(masks)
-            contents = self._lane.peers.gather(content)
-            for rank, other in enumerate(contents):
-                if other != contents[0]:
+            contents = self._lane.peers.gather(_content(masks))
+            for rank, content in enumerate(contents):
+                if content != contents[0]:
                     what = f"rank {rank} has other masks than rank 0"
                     raise StageError(what, where="masks", hint="give every rank the same ones")
         if isinstance(masks, Gradual):
@@ -76,25 +75,31 @@ class Masks(Policy):
     @property
     def complete_at(self) -> int:
         """The step at which a gradual schedule reaches its share; 0 without one."""
-        return 0 if self.gradual is None else self.gradual.end
+        if self.gradual is None:
+            return 0
+        return self.gradual.end
 
     def state_dict(self) -> dict[str, Any]:
-        return {"masks": dict(self.masks), "gradual": asdict(self.gradual) if self.gradual else None}
+        gradual = None
+        if self.gradual is not None:
+            gradual = asdict(self.gradual)
+        return {"masks": dict(self.masks), "gradual": gradual}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
-        self.gradual = None
+        self.gradual = self._chosen = None
         if state["gradual"]:
-            fields = dict(state["gradual"])
-            self.gradual = Gradual(**{**fields, "skip": tuple(fields.get("skip", ()))})
-        self._chosen = self.gradual.latest(step) if self.gradual else None
+            self.gradual = Gradual(**{**state["gradual"], "skip": tuple(state["gradual"]["skip"])})
+            self._chosen = self.gradual.latest(step)
         self.masks = {}
-        self._set({n: m.clone() for n, m in state["masks"].items()})
+        self._set({name: mask.clone() for name, mask in state["masks"].items()})
         self._fixed = self.masks
 
     def _follow(self, step: int) -> None:
         """Chooses masks where the schedule has moved on, whether or not it was asked at that very step."""
-        latest = self.gradual.latest(step) if self.gradual is not None else None
-        if self.gradual is None or latest is None or latest == self._chosen:
+        if self.gradual is None:
+            return
+        latest = self.gradual.latest(step)
+        if latest is None or latest == self._chosen:
             return
         with ema_swap.online(self._lane):
             self._set(self.gradual.choose(self._lane.model, latest))
@@ -102,11 +107,12 @@ class Masks(Policy):
 
     @torch.no_grad()
     def _set(self, masks: Mapping[str, Tensor]) -> None:
-        lane, now = self._lane, self._together(self.masks, masks)
-        self.masks, self._targets, self._factors = now, [], []
+        """Adds masks, and looks up the tensors that they hold for: each parameter, its master and its average."""
+        lane = self._lane
+        self.masks = self._together(self.masks, masks)
+        self._targets, self._factors = [], []
         with ema_swap.online(lane):  # the weights themselves, not what holds their place meanwhile
-            for name, kept in now.items():
-                # The parameter, its master, its average.
+            for name, kept in self.masks.items():
                 param = lane.named.params[name]
                 targets: list[Tensor] = [param]
                 if lane.masters is not None and lane.masters.has(param):
@@ -124,7 +130,9 @@ class Masks(Policy):
         for key, mask in new.items():
             name = lane.named.aliases.get(key, key)
             kept = mask.detach().to(_masked(lane, name, mask).device, torch.bool)
-            out[name] = out[name] & kept if name in out else kept
+            if name in out:
+                kept = out[name] & kept
+            out[name] = kept
         return out
 
 
@@ -138,7 +146,9 @@ def apply(lane: LaneState, masks: Mapping[str, Tensor] | Gradual, *, replace: bo
         lane.masks = Masks(lane, masks)
 
 
-def _digest(masks: Mapping[str, Tensor]) -> str:
+def _content(masks: Mapping[str, Tensor] | Gradual) -> str:
+    if isinstance(masks, Gradual):
+        return repr(masks)
     digest = hashlib.sha256()
     for name, mask in masks.items():
         digest.update(f"{name} {tuple(mask.shape)}".encode())
