@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,40 +33,44 @@ class FiniteWeights:
     """The weights of one model that were finite at first; what holds an Inf on purpose is left alone."""
 
     def __init__(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
-        self._watched = [
-            (name, param) for name, param, finite in zip(names, params, _finite(params), strict=True) if finite
-        ]
+        self._watched = dict(zip(names, params, strict=True))
+        for name in self._spoilt():
+            del self._watched[name]
 
     def first_spoilt(self) -> str | None:
         """The name of the first weight with an Inf or NaN (one pass over all weights, one read of the device)."""
-        finite = _finite([param for _, param in self._watched])
-        for (name, _), is_finite in zip(self._watched, finite, strict=True):
-            if not is_finite:
-                return name
-        return None
+        return next(iter(self._spoilt()), None)
+
+    @torch.no_grad()
+    def _spoilt(self) -> list[str]:
+        parts: dict[str, Tensor] = {}
+        for name, param in self._watched.items():
+            if local(param).numel():  # a rank may hold no element of a split parameter
+                parts[name] = local(param.detach())
+        if not parts:
+            return []
+        # The norm is not finite where an element is not, and where the squares of large ones overflow. Reading it first
+        # is ten times as fast as looking at each element.
+        norms = numbers(torch._foreach_norm(list(parts.values())))
+        suspects = [name for name, norm in zip(parts, norms, strict=True) if not math.isfinite(norm)]
+        return [name for name in suspects if not parts[name].isfinite().all()]
 
 
-@torch.no_grad()
-def _finite(params: Sequence[Tensor]) -> list[bool]:
-    parts = [local(p.detach()) for p in params]
-    finite = [True] * len(parts)  # a rank may hold no element of a split parameter
-    held = [index for index, part in enumerate(parts) if part.numel()]
-    # The norm is not finite where an element is not, and where the squares of large ones overflow. Reading it first is
-    # ten times as fast as looking at each element.
-    norms = numbers(torch._foreach_norm([parts[index] for index in held])) if held else []
-    for index, norm in zip(held, norms, strict=True):
-        finite[index] = math.isfinite(norm) or bool(parts[index].isfinite().all())
-    return finite
+@dataclass
+class _Count:
+    number: int = 0
+
+
+# Backward passes of all lanes. One of another ModelOptimizer may have left gradients in a lane's parameters. It is no
+# attribute of a class: writing to one makes Python forget what it knows of the class, which each step would pay for.
+passes = _Count()
 
 
 class LaneState:
     """The state of one model's training."""
 
-    # Backward passes of all lanes. One of another ModelOptimizer may have left gradients in this one's parameters.
-    passes: ClassVar[int] = 0
-
     def __init__(self, model: nn.Module, config: Config, optimizer: Any, *, shared: bool) -> None:
-        self.own_passes = LaneState.passes
+        self.own_passes = passes.number
         self.model, self.config, self.shared = model, config, shared
         self.named = named(model)
         self.members = param_groups.placed(model, self.named, config.optimizer)
@@ -106,7 +111,7 @@ class LaneState:
 
     def policies(self) -> list[Policy]:
         """The policies of this model in the order in which they act, before a step and after it."""
-        in_order: list[Policy | None] = [
+        in_order: tuple[Policy | None, ...] = (
             # The parallel strategy sums gradients over the ranks: all that follows must see the same ones.
             self.peers,
             # Master weights take over what was written into half weights before anything steps or averages them. After
@@ -120,13 +125,13 @@ class LaneState:
             # Loss scale and schedule set what the next step reads: the log row of this one has the values before.
             self.scale,
             self.rate,
-        ]
+        )
         return [policy for policy in in_order if policy is not None]
 
     def take_stock(self) -> None:
         """Works out what depends on `params`: at first, and when some were added."""
         self.kinds = [(p.dtype, p.device) for p in self.params]
-        self.frozen = self.untrained()
+        self.find_frozen()
         # Some update rules, as adafactor's, divide by the number of elements: without a gradient none steps these.
         self.empty = [p for p in self.stepped if not p.numel()]
         self.finite = FiniteWeights(self.names, self.params)
@@ -134,15 +139,14 @@ class LaneState:
         plain = all(type(p) is nn.Parameter for p in self.stepped) and (not self.custom or fused(self.optimizer))
         self.strides = Strides(self.optimizer, self.params, self.stepped) if plain else None
 
-    def untrained(self) -> list[nn.Parameter]:
-        """Parameters of the model that are frozen."""
-        trained = set(map(id, self.params))
-        return [p for p in self.named.params.values() if id(p) not in trained and not p.requires_grad]
+    def find_frozen(self) -> None:
+        """Notes which parameters of the model are frozen: when one is not any more, a step says so."""
+        self.frozen = [p for p in self.named.params.values() if not p.requires_grad]
 
     def forget(self) -> None:
         """Drops the window: its losses and its gradients."""
         self.window.clear()
-        self.own_passes = LaneState.passes
+        self.own_passes = passes.number
         for param in self.stepped:
             param.grad = None
         if self.masters is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from layerline.pipeline.errors import ConfigError, StageError, ran_out_of_memory
 from layerline.training.config.sections import Config
 from layerline.training.loop import model_sync
-from layerline.training.loop.lane_state import LaneState
+from layerline.training.loop.lane_state import LaneState, passes
 from layerline.training.model.hooks import Attached
 from layerline.training.model.precision import HALF
 
@@ -33,7 +33,7 @@ def check_begun(lane: LaneState) -> None:
 
 def check_window(lane: LaneState) -> None:
     """Refuses a step whose gradients were cleared, or that another ModelOptimizer has added to."""
-    if lane.own_passes != lane.passes:
+    if lane.own_passes != passes.number:
         settle_foreign(lane)
     lane.window.check_gradients(lane.stepped)
 

@@ -43,7 +43,7 @@ def refresh(lane: LaneState, *, warn: bool = True) -> None:
         for policy in lane.policies():
             policy.rename(renamed)
         lane.names[:] = names
-    lane.frozen = lane.untrained()
+    lane.find_frozen()
     if warn:
         if lane.custom:
             custom.check_held(lane.optimizer, lane.params)

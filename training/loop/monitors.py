@@ -186,8 +186,7 @@ class Monitor:
             step, loss, self._smooth, norm, clip_rate, lr, ratio, speed, waited, self._peak, scale, skipped,
             math.nan, math.nan, math.nan,
         ]  # fmt: skip
-        for column in self.columns[len(COLUMNS) :]:
-            cells.append(more.get(column, math.nan))
+        cells += [more.get(column, math.nan) for column in self.columns[len(COLUMNS) :]]
         self.rows.append(array("d", cells))
         if self.write is not None or self.trackers:
             self._publish(dict(zip(self.columns, cells, strict=True)))

@@ -19,9 +19,10 @@ from layerline.training.loop import batch_norm as norms
 from layerline.training.loop import closure as closures
 from layerline.training.loop import loop_mistakes, model_sync, rejected_steps
 from layerline.training.loop.accumulation import check_loss, counted, loss_factor, witness
-from layerline.training.loop.lane_state import LaneState
+from layerline.training.loop.lane_state import LaneState, passes
 from layerline.training.model.canonical_names import unwrap
 from layerline.training.model.hooks import Attached
+from layerline.training.model.policy import Policy
 from layerline.training.optimizers import custom, gradient_norm
 
 # Beyond this an unclipped gradient's square overflows float32 and would stay in the optimizer's state as Inf.
@@ -102,13 +103,12 @@ class Lane(LaneState):
         if not self.steps:
             loop_mistakes.warn_of_changed_loss(self.monitor, loss, weight, self._window_size)
         try:
-            if self.own_passes != LaneState.passes:
+            if self.own_passes != passes.number:
                 loop_mistakes.settle_foreign(self)
             if window.weighted is not None:
                 window.check(weight, self.stepped)
             if self.scale.on and window.untouched:
-                shared = weight if self.peers is None or weight is None else self.peers.agree(weight)
-                window.factor = loss_factor(self.scale.value, shared)
+                window.factor = self._loss_factor(weight)
             if share != 1.0:
                 loss = loss * share
             window.add(loss.detach(), weight)
@@ -116,7 +116,8 @@ class Lane(LaneState):
                 loss = loss * window.factor
             self._spent = []
             self._differentiate(loss)
-            LaneState.passes = self.own_passes = LaneState.passes + 1
+            passes.number += 1
+            self.own_passes = passes.number
             if self.masters is not None:
                 self.masters.collect()
             window.witness = None  # of an earlier call: this one has written to it
@@ -127,12 +128,19 @@ class Lane(LaneState):
             loop_mistakes.explain_backward(self, error)
             raise
 
-    def _differentiate(self, loss: Tensor, *, alone: bool = False) -> None:
-        if self.peers is not None and not alone:
-            with self.peers.backward():
-                self._differentiate(loss, alone=True)
+    def _loss_factor(self, weight: float | None) -> float:
+        if self.peers is not None and weight is not None:
+            weight = self.peers.agree(weight)  # all ranks must scale alike
+        return loss_factor(self.scale.value, weight)
+
+    def _differentiate(self, loss: Tensor) -> None:
+        # Of several models that share a graph, only the parameters of this one get gradients.
+        inputs = self.params if self.shared else None
+        if self.peers is None:
+            torch.autograd.backward(loss, inputs=inputs)
         else:
-            torch.autograd.backward(loss, inputs=self.params if self.shared else None)
+            with self.peers.backward():
+                torch.autograd.backward(loss, inputs=inputs)
 
     def step(self, loss: Tensor | None = None, weight: float | None = None, samples: int | None = None) -> bool:
         """Ends a micro-batch; the last one of a window steps the optimizer. True when the weights moved."""
@@ -187,12 +195,10 @@ class Lane(LaneState):
             loop_mistakes.check_window(self)
         if self._went_back():
             return False
-        for policy in self.policies():
+        policies = self.policies()
+        for policy in policies:
             policy.before_step()
         grads = self._gradients()
-        if self.strides is not None and not self.strides.settled(grads):
-            self.strides.settle()
-            grads = self._gradients()
         if len(grads) != len(self.stepped) and len(grads) not in self._counts:
             self._counts.add(len(grads))
             model_sync.refresh(self)  # a parameter that was replaced has no gradient any more
@@ -217,14 +223,10 @@ class Lane(LaneState):
         if not (math.isfinite(loss) and (norm < _GREATEST_NORM or self._max_norm < norm < math.inf)):
             rejected_steps.reject(self, loss, norm)
             return False
-        # Gradients of the loop's own backward pass come without a loss: none is logged.
-        self._accept(grads, norm, loss if has_loss else math.nan, unscale)
+        if not has_loss:  # gradients of the loop's own backward pass come without one: none is logged
+            loss = math.nan
+        self._accept(policies, grads, norm, loss, unscale)
         return True
-
-    def _gradients(self) -> list[Tensor]:
-        for param in self.empty:
-            param.grad = None
-        return [p.grad for p in self.stepped if p.grad is not None]
 
     def _went_back(self) -> bool:
         """Checks the model now and then. True if its weights were spoilt and the last checkpoint was put back."""
@@ -237,17 +239,36 @@ class Lane(LaneState):
             model_sync.refresh(self)
         return False
 
-    def _accept(self, grads: list[Tensor], norm: float, loss: float, unscale: float) -> None:
+    def _gradients(self) -> list[Tensor]:
+        for param in self.empty:
+            param.grad = None
+        grads = [p.grad for p in self.stepped if p.grad is not None]
+        if self.strides is not None and not self.strides.settled(grads):
+            self.strides.settle()
+            grads = [p.grad for p in self.stepped if p.grad is not None]
+        return grads
+
+    def _accept(
+        self, policies: Sequence[Policy], grads: list[Tensor], norm: float, loss: float, unscale: float
+    ) -> None:
         monitor, peers, number = self.monitor, self.peers, self.steps + 1
         due = monitor.due(number)
         if due:
             rate, scale = self.rate.current, self.scale.value  # of this step: policies set those of the next one
-            more = self._norms_by_name(grads, unscale) if monitor.per_layer else {}
+            more: dict[str, float] = {}
+            if monitor.per_layer:
+                # Apart from the norm that clips, so that watching changes nothing.
+                norms = gradient_norm.numbers(self._norms(grads))
+                names = [n for n, p in zip(self.names, self.stepped, strict=True) if p.grad is not None]
+                more = {f"grad_norm/{name}": part * unscale for name, part in zip(names, norms, strict=True)}
             monitor.before(number)
         self._scale_and_clip(grads, norm, unscale)
-        self._move()
+        if self._evaluation is None:
+            self.optimizer.step()
+        else:
+            self.optimizer.step(self._evaluation)
         self._check_schedule(number)
-        for policy in self.policies():
+        for policy in policies:
             policy.after_accepted(number)
         self.steps, self.skipped_in_a_row, self.loss, self.grad_norm = number, 0, loss, norm
         # Without a count of samples the weight stands for them: micro-batches, or what the user weighs by.
@@ -263,12 +284,6 @@ class Lane(LaneState):
         if self._keeps_gradients and peers is None and not math.isnan(loss):
             self._spent = grads
 
-    def _norms_by_name(self, grads: list[Tensor], unscale: float) -> dict[str, float]:
-        # Apart from the norm that clips, so that watching changes nothing.
-        norms = gradient_norm.numbers(self._norms(grads))
-        names = [n for n, p in zip(self.names, self.stepped, strict=True) if p.grad is not None]
-        return {f"grad_norm/{n}": norm * unscale for n, norm in zip(names, norms, strict=True)}
-
     def _scale_and_clip(self, grads: list[Tensor], norm: float, unscale: float) -> None:
         factor = unscale
         if norm > self._max_norm:
@@ -278,12 +293,6 @@ class Lane(LaneState):
         if self._max_value is not None:
             torch._foreach_clamp_min_(grads, -self._max_value)
             torch._foreach_clamp_max_(grads, self._max_value)
-
-    def _move(self) -> None:
-        if self._evaluation is None:
-            self.optimizer.step()
-        else:
-            self.optimizer.step(self._evaluation)
 
     def _check_schedule(self, number: int) -> None:
         """Warns of a second schedule, and of a step past the end of the configured one."""

@@ -49,7 +49,8 @@ class Rate(Policy):
         return _with_rates(self._optimizer)
 
     def after_accepted(self, step: int) -> None:
-        self.set(step)
+        if not self._constant:
+            self.set(step)
 
     def set(self, step: int) -> None:
         """Sets the rates for the update after `step` accepted ones."""
@@ -108,8 +109,9 @@ class Rate(Policy):
     @property
     def current(self) -> float:
         """The rate of the coming update, of the first group: the configured rate, unless rules match all parameters."""
-        for group in self._groups:
-            return float(group["lr"])
+        for group in getattr(self._optimizer, "param_groups", ()):
+            if isinstance(group, dict) and "lr" in group:
+                return float(group["lr"])
         return self.base * self._multiplier
 
     def state_dict(self) -> dict[str, Any]:
