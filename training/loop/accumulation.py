@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +21,11 @@ Witness = tuple[Tensor, Tensor, int]
 
 
 def loss_factor(scale: float, weight: float | None) -> float:
-    """What the losses of a window are multiplied by before the backward pass. A loss that is a sum over many samples
-    would overflow fp16 where their mean does not: it is brought to a mean's size by a power of two, which costs no
-    precision."""
+    """What the losses of a window are multiplied by before the backward pass."""
     if not weight:
         return scale
+    # A loss that is a sum over many samples would overflow fp16 where their mean does not: it is brought to a mean's
+    # size by a power of two, which costs no precision.
     return scale * 2.0 ** -round(math.log2(weight))
 
 
@@ -49,17 +48,24 @@ def check_loss(loss: object) -> None:
 
 def counted(weight: object) -> float:
     """A weight as a plain number, whatever counted it: python, numpy or a tensor of one element."""
-    number = math.nan
-    if not isinstance(weight, str | bytes):
-        with suppress(TypeError, ValueError, RuntimeError, OverflowError):
-            number = float(weight)  # type: ignore[arg-type]
-    if 0 <= number < math.inf:
+    number = as_float(weight)
+    if number is not None and 0 <= number < math.inf:
         return number
     what = repr(weight)
     if isinstance(weight, Tensor) and weight.numel() != 1:
         what = f"a tensor of shape {tuple(weight.shape)}"
     raise ConfigError(f"a weight counts samples or tokens, got {what}", where="weight",
                       hint="give a finite number from 0 on")  # fmt: skip
+
+
+def as_float(value: Any) -> float | None:
+    """A number of any kind as a float; None for what is none."""
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
 
 
 def witness(params: Iterable[Tensor]) -> Witness | None:
@@ -141,12 +147,9 @@ class Window:
     def total_loss(self) -> float:
         """Σ loss of the window (one synchronisation)."""
         total = self.carried_loss
-        if not self.losses:
-            return total
-        values = numbers(self.losses)
-        for value in values:  # in order, so that a window resumed half-way gives the same sum
+        for value in numbers(self.losses):  # in order, so that a window resumed half-way gives the same sum
             total += value
-        self.last_read = values[-1]
+            self.last_read = value
         return total
 
     def clear(self) -> None:

@@ -1,6 +1,5 @@
 """Exponential moving average of the weights, in place: one foreach call a step, no second model. Averaged are the
-parameters and the running statistics of normalisation layers. Every other buffer (counters, masks, position tables) is
-the model's own: copying it would change nothing, averaging it could not be right."""
+parameters and the running statistics of normalisation layers; every other buffer (counters, masks) is the model's."""
 
 from __future__ import annotations
 
@@ -67,14 +66,14 @@ class Ema(Policy):
         self, sources: Mapping[str, Tensor], config: EmaConfig, live: Slots | None = None, *, mean: bool = False
     ) -> None:
         self.config, self.mean = config, mean
-        self._take(sources, live)
-        # The averages, float32 or wider, in the order of `names`
-        self.shadow = [wide(source) for source in self.sources]
+        self.names: list[str] = []
+        self.shadow: list[Tensor] = []  # the averages, float32 or wider, in the order of `names`
+        self._fixed: list[Tensor] = []
         self._backup: dict[int, Tensor] = {}  # half weights that the averages stand in for, by their place
         self._statistics: list[Tensor] = []
-        self._arrange()
         self.updates = 0  # how often the average was updated
         self.swapped = False  # whether the sources hold the averages just now
+        self.follow(sources, live)
 
     @property
     def sources(self) -> list[Tensor]:
@@ -83,33 +82,26 @@ class Ema(Policy):
             return self._fixed
         return [*self._fixed, *self._live.now()]
 
-    def _take(self, sources: Mapping[str, Tensor], live: Slots | None) -> None:
+    def follow(self, sources: Mapping[str, Tensor], live: Slots | None) -> None:
+        """Takes over renamed, new and missing tensors of the model; averages of those that stayed go on."""
+        # A parameter is the same tensor under another name; a buffer has the same name and may be another tensor.
+        by_tensor = {id(source): average for source, average in zip(self._fixed, self.shadow, strict=False)}
+        by_name = dict(zip(self.names, self.shadow, strict=True))
         self._live = live if live is not None and live.names else None
         buffers = [] if self._live is None else self._live.names
         fixed = {name: source for name, source in sources.items() if name not in buffers}
         self.names = [*fixed, *buffers]
         self._fixed = list(fixed.values())
-
-    def _arrange(self) -> None:
+        averages = [by_tensor.get(id(source)) for source in self._fixed] + [by_name.get(name) for name in buffers]
+        self.shadow = []
+        for source, average in zip(self.sources, averages, strict=True):
+            if average is None or average.shape != source.shape:
+                average = wide(source)
+            self.shadow.append(average)
         # Each rank averages its own part of tensors that are split.
         self._here = list(map(local, self._fixed))
         self._averages = list(map(local, self.shadow))
         self._mixed = any(source.dtype in HALF for source in self.sources)
-
-    def follow(self, sources: Mapping[str, Tensor], live: Slots) -> None:
-        """Takes over renamed, new and missing tensors of the model; averages of those that stayed go on."""
-        # A parameter is the same tensor under another name; a buffer has the same name and may be another tensor.
-        by_tensor = {id(source): average for source, average in zip(self._fixed, self.shadow, strict=False)}
-        by_name = dict(zip(self.names, self.shadow, strict=True))
-        self._take(sources, live)
-        averages = []
-        for index, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):
-            average = by_tensor.get(id(source)) if index < len(self._fixed) else by_name.get(name)
-            if average is None or average.shape != source.shape:
-                average = wide(source)
-            averages.append(average)
-        self.shadow = averages
-        self._arrange()
 
     @torch.no_grad()
     def begin(self, *, buffers: bool) -> None:
@@ -139,7 +131,9 @@ class Ema(Policy):
         if self._mixed:
             # Wider types stay as they are.
             sources = [source.to(average.dtype) for source, average in zip(sources, self._averages, strict=True)]
-        share = 1.0 / self.updates if self.mean else 1.0 - decay_at(self.config, self.updates)
+        share = 1.0 / self.updates
+        if not self.mean:
+            share = 1.0 - decay_at(self.config, self.updates)
         enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # torch.no_grad() takes a third as long as averaging ten small tensors
         try:
@@ -159,30 +153,29 @@ class Ema(Policy):
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchanges weights and averages in place, one tensor at a time. A half-precision source cannot hold the
-        average without loss, so its own value is kept aside meanwhile. What a forward pass in training mode does to
-        running statistics meanwhile is dropped: neither average nor model keeps it."""
-        first = len(self._fixed)
-        if not self.updates and not self.swapped:
-            self._copy()
+        """Exchanges weights and averages in place, one tensor at a time."""
+        averaged_statistics = self.shadow[len(self._fixed) :]
         if not self.swapped:
-            self._statistics = [s.clone() for s in self.shadow[first:]]
-        for i, (source, shadow) in enumerate(zip(self.sources, self.shadow, strict=True)):
-            if source.dtype == shadow.dtype:
+            if not self.updates:
+                self._copy()
+            self._statistics = [average.clone() for average in averaged_statistics]
+        for i, (source, average) in enumerate(zip(self.sources, self.shadow, strict=True)):
+            if source.dtype == average.dtype:
                 held = source.clone()
-                source.copy_(shadow)
-                shadow.copy_(held)
+                source.copy_(average)
+                average.copy_(held)
             elif self.swapped:
                 source.copy_(self._backup[i])
             else:
+                # A half-precision source cannot hold the average without loss: its own value is kept aside meanwhile.
                 self._backup[i] = source.clone()
-                source.copy_(shadow)
+                source.copy_(average)
         self.swapped = not self.swapped
         if not self.swapped:
-            for shadow, kept in zip(self.shadow[first:], self._statistics, strict=True):
-                shadow.copy_(kept)
+            # What a forward pass in training mode did to running statistics meanwhile is dropped.
+            for average, kept in zip(averaged_statistics, self._statistics, strict=True):
+                average.copy_(kept)
             self._backup.clear()
-            self._statistics.clear()
 
     @torch.no_grad()
     def load(self, averages: Mapping[str, Tensor], updates: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.loop import model_sync
+from layerline.training.loop.accumulation import as_float
 from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.fake_quantization import is_fake_quantized, ranges_kept, without_fake_quantization
 from layerline.training.model.precision import wide
@@ -26,7 +27,7 @@ def switch(lane: LaneState, *, ema: bool) -> None:
     if lane.masters is not None:
         lane.masters.publish()
     if lane.guard is not None:
-        lane.guard.hold() if ema else lane.guard.release()
+        lane.guard.hold(swapped=ema)
 
 
 @contextmanager
@@ -50,8 +51,10 @@ def shipped(lane: LaneState) -> dict[str, Tensor]:
             tensors |= lane.ema.values()
         elif lane.masters is not None:
             tensors |= {n: lane.masters.stepped(p) for n, p in lane.named.params.items()}
-        home = "cpu" if is_split(lane.model) else None
-        return {n: wide(whole(t.detach())).to(home) for n, t in tensors.items()}
+        out = {n: wide(whole(t.detach())) for n, t in tensors.items()}
+    if is_split(lane.model):
+        out = {n: t.cpu() for n, t in out.items()}
+    return out
 
 
 def validate(lane: LaneState, metric: Callable[[nn.Module], float]) -> dict[str, float]:
@@ -77,14 +80,12 @@ def validate(lane: LaneState, metric: Callable[[nn.Module], float]) -> dict[str,
 
 
 def _number(metric: object) -> float:
+    number = as_float(metric)
+    if number is not None:
+        return number
     kind, hint = f"a {type(metric).__name__}", "give a float"
     if isinstance(metric, Tensor):
         kind = f"a tensor of shape {tuple(metric.shape)}"
     elif isinstance(metric, Mapping):
         hint = f"give one of {', '.join(map(str, metric))}"
-    try:
-        if not isinstance(metric, str | bytes):
-            return float(metric)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
-        pass
     raise ConfigError(f"the metric is one number, got {kind}", where="validate", hint=hint)

@@ -26,14 +26,14 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 def check(lane: LaneState) -> None:
     """Refuses what cannot go with `accumulate.on_oom: halve`."""
-    refusals = {
-        "one rank alone would halve its batch, and the others would wait for it": lane.peers is not None,
-        "triage runs whole micro-batches again": lane.config.nonfinite.triage,
-    }
-    for reason, applies in refusals.items():
-        if applies:
-            raise ConfigError(f"halve does not go with this training: {reason}", where="accumulate.on_oom",
-                              hint="leave it out, and accumulate smaller batches: accumulate.steps")  # fmt: skip
+    reason = ""
+    if lane.peers is not None:
+        reason = "one rank alone would halve its batch, and the others would wait for it"
+    elif lane.config.nonfinite.triage:
+        reason = "triage runs whole micro-batches again"
+    if reason:
+        raise ConfigError(f"halve does not go with this training: {reason}", where="accumulate.on_oom",
+                          hint="leave it out, and accumulate smaller batches: accumulate.steps")  # fmt: skip
 
 
 def accumulate(
@@ -51,16 +51,19 @@ def accumulate(
             loss, weight = _run(lane, batch, forward, autocast, count)
         except Exception as error:
             before.restore()
-            causes = [error]  # another error may have been made of it
-            while isinstance(causes[-1].__cause__, Exception):
-                causes.append(causes[-1].__cause__)
-            if not any(map(ran_out_of_memory, causes)) or count >= size(batch):
+            if not _is_of_memory(error) or count >= size(batch):
                 raise
         else:
             before.merge()
             return loss, weight, count
         # Outside of the handler: the traceback holds what the failed pass has computed.
         _halve(lane, size(batch), count)
+
+
+def _is_of_memory(error: BaseException | None) -> bool:
+    while error is not None and not ran_out_of_memory(error):
+        error = error.__cause__  # another error may have been made of it
+    return error is not None
 
 
 def _run(lane: LaneState, batch: Any, forward: Forward, autocast: Autocast, count: int) -> tuple[Tensor, float | None]:
@@ -80,8 +83,9 @@ def _run(lane: LaneState, batch: Any, forward: Forward, autocast: Autocast, coun
             lane.backward(loss, share=share)
             loss = loss * share
         losses.append(loss.detach())
-    total = losses[0] if count == 1 else torch.stack(losses).sum()
-    return total, sum(weights) if weights else None
+    if count == 1:
+        return losses[0], weights[0] if weights else None
+    return torch.stack(losses).sum(), sum(weights) if weights else None
 
 
 def _parts(batch: Any, count: int) -> Iterator[tuple[Any, float]]:
@@ -93,10 +97,8 @@ def _parts(batch: Any, count: int) -> Iterator[tuple[Any, float]]:
     for index in range(count):
         start, end = samples * index // count, samples * (index + 1) // count
 
-        def rows(tensor: Tensor, start: int = start, end: int = end) -> Tensor:
-            if tensor.ndim and len(tensor) == samples:
-                return tensor[start:end]
-            return tensor
+        def rows(tensor: Tensor, part: slice = slice(start, end)) -> Tensor:
+            return tensor[part] if tensor.ndim and len(tensor) == samples else tensor
 
         yield each_tensor(batch, rows), (end - start) / samples
 

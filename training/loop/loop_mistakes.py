@@ -43,15 +43,14 @@ def settle_foreign(lane: LaneState) -> None:
     if lane.shared or lane.peers is not None:
         return
     if lane.window.untouched:
-        foreign = [p for p in {*lane.params, *lane.stepped} if p.grad is not None]
-        for tensor in foreign:
-            tensor.grad = None
-        if foreign:
-            text = (
-                "gradients that another ModelOptimizer's backward pass left in this model are dropped: put models that "
-                "train each other into one, ModelOptimizer({'g': g, 'd': d})"
-            )
-            lane.monitor.warn("foreign", text)
+        for tensor in {*lane.params, *lane.stepped}:
+            if tensor.grad is not None:
+                tensor.grad = None
+                text = (
+                    "gradients that another ModelOptimizer's backward pass left in this model are dropped: put models "
+                    "that train each other into one, ModelOptimizer({'g': g, 'd': d})"
+                )
+                lane.monitor.warn("foreign", text)
     elif lane.window.witness is not None:
         param, grad, version = lane.window.witness
         if param.grad is grad and grad._version != version:
@@ -116,34 +115,32 @@ def warn_of_changed_loss(monitor: Monitor, loss: Tensor, weight: float | None, a
     """Warns of a loss that the loop has divided, weighed or scaled by itself, by the last operation on it."""
     node: Any = loss.grad_fn
     kind = type(node).__name__
-    factor, is_float32, may_be_half = 0.0, False, False
-    other = node._saved_other if kind in ("MulBackward0", "DivBackward0") else None
-    if isinstance(other, Tensor) and other.numel() == 1 and not other.requires_grad and other:
-        factor = float(other) if kind == "MulBackward0" else 1 / float(other)
-        is_float32 = other.dtype == torch.float32
-        # A factor of 1/2 may belong to the loss itself: `0.5 * mse`, or `(a + b) / 2`.
-        may_be_half = kind == "MulBackward0" or type(node.next_functions[0][0]).__name__ == "AddBackward0"
-    divided = math.isclose(factor, 1 / accumulated, rel_tol=1e-6) and not (accumulated == 2 and may_be_half)
-    if accumulated > 1 and weight is None and divided:
-        monitor.warn(
-            "divided",
-            f"the loss is divided by {accumulated}, the number of accumulated micro-batches, and ModelOptimizer "
-            "divides once more: write mo.step(loss) instead of mo.step(loss / accumulation_steps)",
-        )
-    # A GradScaler's scale is a float32 tensor; a number in the loop (a batch size) is saved as int64 or float64.
-    if factor >= _LEAST_SCALE and math.log2(factor).is_integer() and is_float32:
-        monitor.warn(
-            "scaled",
-            f"the loss is multiplied by {factor:g}, as a GradScaler does: leave GradScaler out, "
-            "`precision: {amp: fp16}` has its own loss scale",
-        )
     is_mean = kind == "MeanBackward0" or getattr(node, "_saved_reduction", None) == _MEAN
     if weight is not None and weight > 1 and is_mean:
-        monitor.warn(
-            "mean",
-            f"weight={weight:g} says that the loss is a sum, and it is a mean: write "
-            "mo.step(loss * n, weight=n), or leave weight out",
+        text = f"weight={weight:g} says that the loss is a sum, and it is a mean: write mo.step(loss * n, weight=n), "
+        monitor.warn("mean", text + "or leave weight out")
+    if kind not in ("MulBackward0", "DivBackward0"):
+        return
+    other = node._saved_other
+    if not isinstance(other, Tensor) or other.numel() != 1 or other.requires_grad or not other:
+        return
+    factor = float(other) if kind == "MulBackward0" else 1 / float(other)
+    # A factor of 1/2 may belong to the loss itself: `0.5 * mse`, or `(a + b) / 2`.
+    may_be_half = kind == "MulBackward0" or type(node.next_functions[0][0]).__name__ == "AddBackward0"
+    divided = math.isclose(factor, 1 / accumulated, rel_tol=1e-6) and not (accumulated == 2 and may_be_half)
+    if accumulated > 1 and weight is None and divided:
+        text = (
+            f"the loss is divided by {accumulated}, the number of accumulated micro-batches, and ModelOptimizer "
+            "divides once more: write mo.step(loss) instead of mo.step(loss / accumulation_steps)"
         )
+        monitor.warn("divided", text)
+    # A GradScaler's scale is a float32 tensor; a number in the loop (a batch size) is saved as int64 or float64.
+    if factor >= _LEAST_SCALE and math.log2(factor).is_integer() and other.dtype == torch.float32:
+        text = (
+            f"the loss is multiplied by {factor:g}, as a GradScaler does: leave GradScaler out, "
+            "`precision: {amp: fp16}` has its own loss scale"
+        )
+        monitor.warn("scaled", text)
 
 
 def watch_autocast(model: nn.Module, monitor: Monitor, config: Config, device: torch.device) -> None:
@@ -157,11 +154,8 @@ def watch_autocast(model: nn.Module, monitor: Monitor, config: Config, device: t
             return
         handle.remove()
         if not torch.is_autocast_enabled(device.type):
-            monitor.warn(
-                "autocast",
-                f"precision.amp is {config.precision.amp}, and the forward pass runs without it: write "
-                "`with mo.autocast():` around the model and the loss",
-            )
+            text = f"precision.amp is {config.precision.amp}, and the forward pass runs without it: write "
+            monitor.warn("autocast", text + "`with mo.autocast():` around the model and the loss")
 
     handle = model.register_forward_pre_hook(Attached(look))
 
@@ -175,8 +169,5 @@ def warn_of_slow_average(monitor: Monitor, config: Config) -> None:
     if share <= _INITIAL_SHARE:
         return
     fitting = _INITIAL_SHARE ** (1 / total)
-    monitor.warn(
-        "slow_average",
-        f"after {total} steps the average still holds {share:.0%} of the initial weights: set ema.warmup: true, "
-        f"or ema.decay to at most {fitting:.4g}",
-    )
+    text = f"after {total} steps the average still holds {share:.0%} of the initial weights: set ema.warmup: true, "
+    monitor.warn("slow_average", text + f"or ema.decay to at most {fitting:.4g}")

@@ -31,11 +31,8 @@ def refresh(lane: LaneState, *, warn: bool = True) -> None:
                 what = "is another tensor"
             raise ConfigError(f"this parameter {what} since ModelOptimizer was made", where=name, hint=_ANEW)
         if kind != (param.dtype, param.device):
-            what = (
-                f"this parameter was {kind[0]} on {kind[1]} when ModelOptimizer was made, and is {param.dtype} on "
-                f"{param.device}"
-            )
-            raise ConfigError(what, where=name, hint=_ANEW)
+            what = f"this parameter was {kind[0]} on {kind[1]} when ModelOptimizer was made"
+            raise ConfigError(f"{what}, and is {param.dtype} on {param.device}", where=name, hint=_ANEW)
     names = [present[id(param)] for param in lane.params]
     if names != lane.names:
         renamed = dict(zip(lane.names, names, strict=True))
@@ -50,8 +47,8 @@ def refresh(lane: LaneState, *, warn: bool = True) -> None:
         trained = set(map(id, lane.params))
         new = [name for name, p in lane.named.params.items() if p.requires_grad and id(p) not in trained]
         if new:
-            more = f" and {len(new) - 1} more" if len(new) > 1 else ""
-            lane.monitor.warn("strangers", f"{new[0]}{more} require a gradient, and nobody trains them: call join()")
+            text = f"nobody trains {len(new)} parameters that require a gradient, such as {new[0]}: call join()"
+            lane.monitor.warn("strangers", text)
     take_over(lane)
 
 

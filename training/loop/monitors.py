@@ -63,7 +63,7 @@ class Monitor:
 
     def __init__(self, config: MonitorConfig, names: Sequence[str], params: Sequence[Tensor]) -> None:
         self.interval = config.log_interval
-        self.columns = COLUMNS
+        self.columns: tuple[str, ...] = COLUMNS
         self.per_layer = config.per_layer
         self.rows: list[array[float]] = []  # one array of float64 per row, in the order of `columns`
         if self.per_layer:
@@ -258,7 +258,8 @@ class Monitor:
         after = _sample(self._params)
         if after is None or not size:
             return math.nan
-        return torch.linalg.vector_norm(after.sub_(before)).item() / size
+        moved = torch.linalg.vector_norm(after.sub_(before)).item()
+        return moved / size
 
     def _review(self, norm: float) -> None:
         """Decides what to warn of. A cause that is gone is warned of again when it comes back."""

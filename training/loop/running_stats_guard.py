@@ -43,9 +43,6 @@ class Guard(Policy):
     def after_accepted(self, step: int) -> None:  # noqa: ARG002
         self.keep()
 
-    def after_rejected(self, *, finite: bool) -> None:  # noqa: ARG002
-        self.restore()
-
     def keep(self) -> None:
         """Takes the present values as good."""
         live = self._live.now()
@@ -54,7 +51,7 @@ class Guard(Policy):
         else:
             torch._foreach_copy_(self._kept, live)
 
-    def restore(self) -> None:
+    def after_rejected(self, *, finite: bool) -> None:  # noqa: ARG002
         """Puts the values of the last accepted step back."""
         live = self._live.now()
         if self._grown(live):
@@ -66,19 +63,15 @@ class Guard(Policy):
         """Whether a range of each channel has taken the place of one for all, as at the first forward pass."""
         return any(t.shape != k.shape for t, k in zip(live, self._kept, strict=True))
 
-    def hold(self) -> None:
-        """Puts the counters aside, which are not averaged, while the model holds its averages."""
-        self._aside = [t.clone() for t in self._counters()]
-
-    def release(self) -> None:
-        """Ends `hold`."""
-        if self._aside:
-            torch._foreach_copy_(self._counters(), self._aside)
-            self._aside = []
-
-    def _counters(self) -> list[Tensor]:
+    def hold(self, *, swapped: bool) -> None:
+        """Puts the counters aside while the model holds its averages, and back afterwards: they are not averaged."""
         names = self._live.names
-        return [t for n, t in zip(names, self._live.now(), strict=True) if n.endswith("num_batches_tracked")]
+        counters = [t for n, t in zip(names, self._live.now(), strict=True) if n.endswith("num_batches_tracked")]
+        if swapped:
+            self._aside = [t.clone() for t in counters]
+        elif self._aside:
+            torch._foreach_copy_(counters, self._aside)
+            self._aside = []
 
     def state_dict(self) -> dict[str, Any]:
         return dict(zip(self._live.names, self._kept, strict=True))

@@ -59,11 +59,11 @@ class Slots:
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The user's module inside any number of wrappers (compile, DDP, activation checkpointing)."""
-    inner = _inner(module)
-    while inner is not None:
-        module = inner
+    while True:
         inner = _inner(module)
-    return module
+        if inner is None:
+            return module
+        module = inner
 
 
 def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -92,11 +92,19 @@ def named(model: nn.Module) -> Named:
         kinds: tuple[tuple[Any, Any], ...] = ((module._parameters, out.params), (module._buffers, out.buffers))
         for held, into in kinds:
             for key, tensor in held.items():
+                if tensor is None or key in module._non_persistent_buffers_set:
+                    continue
                 name = f"{path}.{key}".lstrip(".")
-                if tensor is not None and key not in module._non_persistent_buffers_set:
-                    out.owners[name] = module
-                    if _is_first(out, first_names, name, tensor):
-                        into[name] = tensor
+                if is_lazy(tensor):
+                    raise TaskError(f"parameter {name} is not initialised: it has no shape yet",
+                                    where=f"model: {name}",
+                                    hint="run the model once on an example in model()")  # fmt: skip
+                out.owners[name] = module
+                first_name = first_names.setdefault(_identity(tensor), name)
+                if first_name == name:
+                    into[name] = tensor
+                else:
+                    out.aliases[name] = first_name
     return out
 
 
@@ -104,13 +112,12 @@ def check_apart(models: Mapping[str, nn.Module]) -> None:
     """Refuses models that share a trained parameter: its gradients would mix, and two optimizers would step it."""
     trained_by: dict[tuple[object, ...], str] = {}
     for model_name, module in models.items():
-        trained = {_identity(p): n for n, p in named(module).params.items() if p.requires_grad}
-        for key, name in trained.items():
-            if key in trained_by:
-                other = trained_by[key]
-                raise ConfigError(f"two models train this parameter: {other} and {model_name}.{name}", where=name,
+        for name, param in named(module).params.items():
+            full_name = f"{model_name}.{name}"
+            if param.requires_grad and trained_by.setdefault(_identity(param), full_name) != full_name:
+                other = trained_by[_identity(param)]
+                raise ConfigError(f"two models train this parameter: {other} and {full_name}", where=name,
                                   hint="keep it in one of them, or freeze it (requires_grad_(False))")  # fmt: skip
-        trained_by |= {key: f"{model_name}.{name}" for key, name in trained.items()}
 
 
 def check_copy(model: Named, copied: nn.Module) -> None:
@@ -170,12 +177,11 @@ def check(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tens
     for name, expected in target.items():
         if name in tensors and tensors[name].shape != expected.shape and name not in resizable:
             wrong.append(f"{name} is {tuple(tensors[name].shape)}, the model has {tuple(expected.shape)}")
+    if len(wrong) > 8:
+        wrong[8:] = [f"and {len(wrong) - 8} more"]
     if wrong:
-        shown = "; ".join(wrong[:8])
-        if len(wrong) > 8:
-            shown += f"; and {len(wrong) - 8} more"
         hint = "was model() changed since they were saved?"
-        raise StageError(f"the weights do not fit the model: {shown}", hint=hint)
+        raise StageError(f"the weights do not fit the model: {'; '.join(wrong)}", hint=hint)
     return tensors, target
 
 
@@ -219,19 +225,6 @@ def _inner(module: nn.Module) -> nn.Module | None:
             inner: nn.Module | None = module._modules.get(attribute)
             return inner
     return None
-
-
-def _is_first(out: Named, first_names: dict[tuple[object, ...], str], name: str, tensor: Tensor) -> bool:
-    """Whether a tensor has no name yet; otherwise records `name` as an alias."""
-    if is_lazy(tensor):
-        hint = "run the model once on an example in model()"
-        raise TaskError(f"parameter {name} is not initialised: it has no shape yet", where=f"model: {name}", hint=hint)
-    key = _identity(tensor)
-    if key in first_names:
-        out.aliases[name] = first_names[key]
-        return False
-    first_names[key] = name
-    return True
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:

@@ -88,10 +88,9 @@ class Masters(Policy):
     summed in float32, so that a window of many micro-batches loses no precision."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._of = {id(p): nn.Parameter(p.detach().float()) for p in params if p.dtype in HALF}
         self.half: list[Tensor] = [p for p in params if p.dtype in HALF]
-        masters = [nn.Parameter(p.detach().float()) for p in self.half]
-        self.full: list[Tensor] = [*masters]
-        self._of = {id(p): m for p, m in zip(self.half, masters, strict=True)}
+        self.full: list[Tensor] = list(self._of.values())
         # torch's version counter of each half parameter; while the list is empty, all of them are compared.
         self._versions: list[int] = []
 
@@ -116,10 +115,9 @@ class Masters(Policy):
 
     def publish(self) -> None:
         """Rounds the masters into the model."""
-        if self.half:
-            with torch.no_grad():
-                torch._foreach_copy_(self.half, self.full)
-            self.settled()
+        with torch.no_grad():
+            torch._foreach_copy_(self.half, self.full)
+        self.settled()
 
     def settled(self) -> None:
         """Records that each half parameter equals its master: later writes come from the user's code."""
@@ -134,8 +132,8 @@ class Masters(Policy):
     @torch.no_grad()
     def follow(self) -> None:
         """Copies values that the user's code has written into half parameters to their masters. A master whose rounded
-        value is still there keeps its further digits. Writes through `.data` don't change torch's version counter and
-        are noticed at the first step only."""
+        value is still there keeps its further digits."""
+        # Writes through `.data` don't change torch's version counter: they are noticed at the first step only.
         versions = [p._version for p in self.half]
         if versions == self._versions:
             return
@@ -146,10 +144,9 @@ class Masters(Policy):
 
     def adopt(self, tensors: Sequence[Tensor]) -> None:
         """Sets the masters, in the order of `half`."""
-        if self.half:
-            with torch.no_grad():
-                torch._foreach_copy_(self.full, list(tensors))
-            self.settled()
+        with torch.no_grad():
+            torch._foreach_copy_(self.full, list(tensors))
+        self.settled()
 
 
 def masters(config: Config, params: Sequence[nn.Parameter], *, custom: bool) -> Masters | None:
@@ -157,9 +154,9 @@ def masters(config: Config, params: Sequence[nn.Parameter], *, custom: bool) -> 
     wanted = config.precision.master_weights
     if wanted is False or not any(p.dtype in HALF for p in params):
         return None
-    if custom:
-        if wanted:
-            raise ConfigError("a custom optimizer holds the parameters themselves and cannot step masters",
-                              where="precision.master_weights")  # fmt: skip
-        return None
-    return Masters(params)
+    if not custom:
+        return Masters(params)
+    if wanted:
+        raise ConfigError("a custom optimizer holds the parameters themselves and cannot step masters",
+                          where="precision.master_weights")  # fmt: skip
+    return None
