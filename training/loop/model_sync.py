@@ -47,7 +47,7 @@ def refresh(lane: LaneState, *, warn: bool = True) -> None:
         trained = set(map(id, lane.params))
         new = [name for name, p in lane.named.params.items() if p.requires_grad and id(p) not in trained]
         if new:
-            text = f"nobody trains {len(new)} parameters that require a gradient, such as {new[0]}: call join()"
+            text = f"nobody trains {', '.join(new[:3])}, of {len(new)} in all that require a gradient: call join()"
             lane.monitor.warn("strangers", text)
     take_over(lane)
 

@@ -254,12 +254,11 @@ class Monitor:
 
     def _ratio(self, before: Tensor) -> float:
         self._before = None
-        size = torch.linalg.vector_norm(before).item()
+        size = torch.linalg.vector_norm(before)
         after = _sample(self._params)
         if after is None or not size:
             return math.nan
-        moved = torch.linalg.vector_norm(after.sub_(before)).item()
-        return moved / size
+        return float(torch.linalg.vector_norm(after.sub_(before))) / float(size)
 
     def _review(self, norm: float) -> None:
         """Decides what to warn of. A cause that is gone is warned of again when it comes back."""
