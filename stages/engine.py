@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from layerline.backends.tensorrt.builder import Built, TensorRT
-    from layerline.backends.tensorrt.profiles import Profile, ShapeRange, Sizes
+    from layerline.backends.tensorrt.profiles import Profile
     from layerline.export.signature import Signature
 
 PLAN, RECORD, LAYERS = "engine.plan", "engine.json", "layers.json"
 
 
 class MinOptMax(BaseModel):
-    """`[min, opt, max]` or the same by name: three sizes of a dimension, or three shapes of an input."""
+    """`[min, opt, max]` or the same by name: three sizes of a dimension."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    min: StrictInt | tuple[StrictInt, ...]
-    opt: StrictInt | tuple[StrictInt, ...]
-    max: StrictInt | tuple[StrictInt, ...]
+    min: StrictInt
+    opt: StrictInt
+    max: StrictInt
 
     @model_validator(mode="before")
     @classmethod
@@ -46,20 +46,9 @@ class MinOptMax(BaseModel):
 
     @model_validator(mode="after")
     def _in_order(self) -> MinOptMax:
-        if len({isinstance(v, int) for v in (self.min, self.opt, self.max)}) > 1:
-            raise ValueError("min, opt and max are three sizes of a dimension or three shapes of an input, not both")
-        low, opt, high = _sizes(self.min), _sizes(self.opt), _sizes(self.max)
-        # Not strict: shapes of different ranks are refused later, where the input's rank is known.
-        for a, b, c in zip(low, opt, high, strict=False):
-            if not a <= b <= c:
-                raise ValueError("expected min <= opt <= max")
+        if not self.min <= self.opt <= self.max:
+            raise ValueError("expected min <= opt <= max")
         return self
-
-
-def _sizes(entry: int | tuple[int, ...]) -> tuple[int, ...]:
-    if isinstance(entry, int):
-        return (entry,)
-    return entry
 
 
 class Engine(Stage):
@@ -79,8 +68,8 @@ class Engine(Stage):
     runtime: Literal["auto", "tensorrt", "tensorrt-rtx"] = "auto"
     """Which TensorRT builds the engine."""
     profiles: tuple[dict[str, MinOptMax], ...] = ()
-    """Optimisation profiles, each with `[min, opt, max]` by dimension name, or three shapes by input name. Without any,
-    one profile spans the bounds the model was exported for."""
+    """Optimisation profiles, each with `[min, opt, max]` by dimension name. Without any, one profile spans the bounds
+    the model was exported for."""
     workspace_mb: int | None = Field(default=None, gt=0)
     """Greatest scratch memory a layer may use, in MiB; without it, all the device has."""
     targets: tuple[Annotated[str, Field(coerce_numbers_to_str=True)], ...] = ()
@@ -166,16 +155,11 @@ class Engine(Stage):
         )
 
     def _resolved(self, signature: Signature) -> tuple[Profile, ...]:
-        from layerline.backends.tensorrt.profiles import ShapeRange, Sizes, resolve
+        from layerline.backends.tensorrt.profiles import Sizes, resolve
 
-        requested: list[dict[str, Sizes | ShapeRange]] = []
+        requested: list[dict[str, Sizes]] = []
         for profile in self.profiles:
-            requested.append({})
-            for name, value in profile.items():
-                if isinstance(value.min, int) and isinstance(value.opt, int) and isinstance(value.max, int):
-                    requested[-1][name] = Sizes(value.min, value.opt, value.max)
-                else:
-                    requested[-1][name] = ShapeRange(_sizes(value.min), _sizes(value.opt), _sizes(value.max))
+            requested.append({dim: Sizes(sizes.min, sizes.opt, sizes.max) for dim, sizes in profile.items()})
         return resolve({v.name: v.shape for v in signature.inputs}, signature.dims, requested, "engine.profiles")
 
     def _choose(self, profiles: Sequence[Profile]) -> tuple[TensorRT, str]:

@@ -1,7 +1,7 @@
 """Optimisation profiles: resolves the sizes an engine is built for and checks them before the build.
 
-The checks stand here because TensorRT's builder returns None for a wrong profile, without a reason. Where one dimension
-has different sizes in two inputs, it builds an engine that no input fits.
+The checks stand here because TensorRT's builder returns None for a wrong profile, without a reason. Sizes belong to
+dimensions, not inputs: where one dimension has different sizes in two inputs, it builds an engine that no input fits.
 """
 
 from __future__ import annotations
@@ -57,42 +57,45 @@ class ShapeRange:
 
 Profile = Mapping[str, ShapeRange]
 """The dynamic inputs by name. A static input needs no entry."""
-Entries = Mapping[str, Sizes | ShapeRange]
-"""A profile as it is asked for: sizes by dimension, or shapes by input."""
 
 
 def resolve(
-    inputs: Mapping[str, Symbolic], bounds: Mapping[str, Dim], requested: Sequence[Entries], where: str = "profiles"
+    inputs: Mapping[str, Symbolic],
+    bounds: Mapping[str, Dim],
+    requested: Sequence[Mapping[str, Sizes]],
+    where: str = "profiles",
 ) -> tuple[Profile, ...]:
     """Completes and checks the profiles to build with; none for a model without dynamic inputs.
 
     Args:
         inputs: shape of every input.
         bounds: bounds of symbolic dimensions; dimensions may be missing.
-        requested: the profiles; if empty, one profile spans the bounds.
+        requested: the profiles, sizes by dimension; if empty, one profile spans the bounds.
         where: the field that `requested` comes from, for errors.
 
     Raises:
         ConfigError: names the input or dimension. A dynamic input has no entry, min <= opt <= max does not hold, a
-            size is below 1, the rank differs, a static size or a bound is contradicted, one dimension has different
-            sizes in two inputs, or a name is unknown.
+            size is below 1, a bound is contradicted, or a name is unknown.
     """
     dynamic = {name: shape for name, shape in inputs.items() if _dims(shape)}
+    dims = sorted({dim for shape in dynamic.values() for dim in _dims(shape)})
     if not requested and dynamic:
-        dims = [dim for shape in dynamic.values() for dim in _dims(shape) if dim in bounds]
-        spanning = {dim: _default_sizes(dim, bounds[dim]) for dim in dims}
-        why = "and signature.json gives it no bounds"
-        return ({name: _shape_range(name, shape, spanning, where, why) for name, shape in dynamic.items()},)
+        spanning = {dim: _default_sizes(dim, bounds[dim]) for dim in dims if dim in bounds}
+        return (_profile(dynamic, spanning, where, "and signature.json gives it no bounds"),)
     profiles: list[Profile] = []
     for index, entries in enumerate(requested):
         field = f"{where}[{index}]"
-        for name, entry in entries.items():
-            _check_entry(name, entry, inputs, f"{field}.{name}")
-        why = "and this profile has no entry for either"
-        profile = {name: _shape_range(name, shape, entries, field, why) for name, shape in dynamic.items()}
-        _check_dims(profile, inputs, entries, bounds, field)
-        profiles.append(profile)
-    return tuple(profiles) if dynamic else ()
+        for dim, sizes in entries.items():
+            if dim not in dims:
+                what = f"the model has no dynamic dimension {dim!r}; dynamic dimensions: {', '.join(dims) or 'none'}"
+                raise ConfigError(what, where=f"{field}.{dim}", hint=did_you_mean(dim, dims, 0.5))
+            _check_sizes(sizes, f"{field}.{dim}")
+            if dim in bounds:
+                _check_bounds(dim, sizes, bounds[dim], f"{field}.{dim}")
+        profiles.append(_profile(dynamic, entries, field, "and this profile has no entry for it"))
+    if not dynamic:
+        return ()
+    return tuple(profiles)
 
 
 def admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> list[int]:
@@ -142,34 +145,6 @@ def _default_sizes(dim: str, bound: Dim) -> Sizes:
     return sizes
 
 
-def _check_entry(name: str, entry: Sizes | ShapeRange, inputs: Mapping[str, Symbolic], where: str) -> None:
-    """Checks one entry of a requested profile by itself."""
-    if isinstance(entry, Sizes):
-        if not any(name in _dims(shape) for shape in inputs.values()):
-            raise _unknown(name, inputs, where)
-        _check_sizes(entry, where)
-        return
-    if name not in inputs:
-        raise _unknown(name, inputs, where)
-    declared = inputs[name]
-    for label, shape in (("min", entry.min), ("opt", entry.opt), ("max", entry.max)):
-        if len(shape) != len(declared):
-            raise ConfigError(
-                f"{label} {_text(shape)} has rank {len(shape)}, but input {name} has rank {len(declared)}, "
-                f"{_text(declared)}",
-                where=where,
-            )
-    for axis, dim in enumerate(declared):
-        sizes = entry.sizes(axis)
-        _check_sizes(sizes, f"{where}, axis {axis}")
-        if isinstance(dim, int) and set(sizes) != {dim}:
-            raise ConfigError(
-                f"axis {axis} of input {name} is {dim} in the model and can't be {sizes}",
-                where=where,
-                hint=f"write {dim} there, or export with that axis dynamic",
-            )
-
-
 def _check_sizes(sizes: Sizes, where: str) -> None:
     if sizes.min < 1:
         raise ConfigError(f"min is {sizes.min}; an engine's sizes start at 1", where=where)
@@ -177,68 +152,36 @@ def _check_sizes(sizes: Sizes, where: str) -> None:
         raise ConfigError(f"expected min <= opt <= max, got {sizes}", where=where)
 
 
-def _shape_range(name: str, shape: Symbolic, entries: Entries, field: str, why_missing: str) -> ShapeRange:
-    """The shapes of one input: its own entry, or put together from those of its dimensions."""
-    entry = entries.get(name)
-    if isinstance(entry, ShapeRange):
-        return entry
-    by_axis: list[Sizes] = []
-    for dim in shape:
-        sizes = Sizes(dim, dim, dim) if isinstance(dim, int) else entries.get(dim)
-        if not isinstance(sizes, Sizes):
-            raise ConfigError(
-                f"{name} has no min/opt/max: its dimension {dim!r} is dynamic, {_text(shape)}, {why_missing}",
-                where=field,
-                hint=f"add `{dim}: [1, 8, 32]`, with your sizes, to the engine stage's profiles",
-            )
-        by_axis.append(sizes)
-    return ShapeRange(*zip(*by_axis, strict=True))
+def _check_bounds(dim: str, sizes: Sizes, bound: Dim, where: str) -> None:
+    if sizes.min < bound.min or sizes.max > bound.max:
+        raise ConfigError(
+            f"the dimension {dim!r} runs from {sizes.min} to {sizes.max}, but the model was exported for "
+            f"{bound.min} to {bound.max}",
+            where=where,
+            hint="stay within, or widen the bounds of the export stage",
+        )
+    if any(size % bound.multiple for size in sizes):
+        raise ConfigError(f"the dimension {dim!r} takes multiples of {bound.multiple}, got {sizes}", where=where)
 
 
-def _check_dims(
-    profile: Profile, inputs: Mapping[str, Symbolic], entries: Entries, bounds: Mapping[str, Dim], field: str
-) -> None:
-    """Checks that each dimension has one size in all inputs, within what the model was exported for."""
-    first = {dim: ("its own entry", sizes) for dim, sizes in entries.items() if isinstance(sizes, Sizes)}
-    for name, limits in profile.items():
-        where = f"{field}.{name}"
-        for axis, dim in enumerate(inputs[name]):
+def _profile(inputs: Mapping[str, Symbolic], entries: Mapping[str, Sizes], where: str, why_missing: str) -> Profile:
+    """The shapes of each input, put together from the sizes of its dimensions."""
+    profile: dict[str, ShapeRange] = {}
+    for name, shape in inputs.items():
+        by_axis: list[Sizes] = []
+        for dim in shape:
             if isinstance(dim, int):
-                continue
-            sizes = limits.sizes(axis)
-            owner, first_sizes = first.setdefault(dim, (f"input {name}", sizes))
-            if first_sizes != sizes:
+                by_axis.append(Sizes(dim, dim, dim))
+            elif dim in entries:
+                by_axis.append(entries[dim])
+            else:
                 raise ConfigError(
-                    f"the dimension {dim!r} must have one size everywhere, but {owner} says {first_sizes} and "
-                    f"input {name} says {sizes}",
+                    f"{name} has no min/opt/max: its dimension {dim!r} is dynamic, {_text(shape)}, {why_missing}",
                     where=where,
-                    hint=f"write it once: `{dim}: [{', '.join(map(str, first_sizes))}]`",
+                    hint=f"add `{dim}: [1, 8, 32]`, with your sizes, to the engine stage's profiles",
                 )
-            bound = bounds.get(dim)
-            if bound is not None and (sizes.min < bound.min or sizes.max > bound.max):
-                raise ConfigError(
-                    f"the dimension {dim!r} of input {name} runs from {sizes.min} to {sizes.max}, but the model was "
-                    f"exported for {bound.min} to {bound.max}",
-                    where=where,
-                    hint="stay within, or widen the bounds of the export stage",
-                )
-            if bound is not None and any(size % bound.multiple for size in sizes):
-                what = f"the dimension {dim!r} of input {name} takes multiples of {bound.multiple}, got {sizes}"
-                raise ConfigError(what, where=where)
-
-
-def _unknown(name: str, inputs: Mapping[str, Symbolic], where: str) -> ConfigError:
-    dims = sorted({dim for shape in inputs.values() for dim in _dims(shape)})
-    hint = did_you_mean(name, [*inputs, *dims], 0.5)
-    if name in inputs or name in dims:
-        hint = "a dimension takes three numbers, an input three shapes"
-    kind = "dimension" if name in inputs else "input or dynamic dimension"
-    return ConfigError(
-        f"the model has no {kind} {name!r}; "
-        f"inputs: {', '.join(inputs)}; dynamic dimensions: {', '.join(dims) or 'none'}",
-        where=where,
-        hint=hint,
-    )
+        profile[name] = ShapeRange(*zip(*by_axis, strict=True))
+    return profile
 
 
 def _dims(shape: Symbolic) -> list[str]:

@@ -164,9 +164,9 @@ SLOW = {
     "a dimension of no name": Wrong(
         "engine.profiles", "dynamic dimension 'bach'", yaml="engine: {profiles: [{bach: [1, 2, 4]}]}", old="engine"
     ),
-    "a shape of another rank": Wrong(
+    "shapes for an input": Wrong(
         "engine.profiles",
-        "has rank 3",
+        "expected an integer",
         yaml="engine: {profiles: [{x: [[1, 1, 6], [1, 1, 6], [1, 1, 6]]}]}",
         old="engine",
     ),
@@ -426,7 +426,7 @@ def test_training_does_not_start_where_a_later_stage_of_the_run_would_fail(tmp_p
     done, _ = trained(root, names=["engine"])
     first = done.results[0]
     assert (first.name, first.state, done.exit_code) == ("train", "failed", 2)
-    assert "engine.profiles: the dimension 'batch' of input x runs from 1 to 64" in str(first.error)
+    assert "engine.profiles: the dimension 'batch' runs from 1 to 64" in str(first.error)
     assert [r.state for r in done.results[1:]] == ["blocked"] * 5
 
 
