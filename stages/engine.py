@@ -159,7 +159,10 @@ class Engine(Stage):
 
         requested: list[dict[str, Sizes]] = []
         for profile in self.profiles:
-            requested.append({dim: Sizes(sizes.min, sizes.opt, sizes.max) for dim, sizes in profile.items()})
+            entries = {}
+            for dim, sizes in profile.items():
+                entries[dim] = Sizes(sizes.min, sizes.opt, sizes.max)
+            requested.append(entries)
         return resolve({v.name: v.shape for v in signature.inputs}, signature.dims, requested, "engine.profiles")
 
     def _choose(self, profiles: Sequence[Profile]) -> tuple[TensorRT, str]:
