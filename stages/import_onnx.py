@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -110,21 +110,16 @@ class ImportOnnx(Stage):
         arrays = npz.read(data) if data else {}
         refuse_broken(light)
         model = as_ir(light)
-        places = symbolic_dims.name(model, {name: array.ndim for name, array in arrays.items()})
+        symbolic_dims.name(model, {name: array.ndim for name, array in arrays.items()})
         inputs = signature(model).inputs
-        whole: tuple[str, ...] = ()
-        numbers: dict[str, float] = {}
-        if data:
-            samples = feed_sources.samples(arrays, inputs, data.name)
-            whole = tuple(sorted(samples.whole))
-            numbers = {name: number.item() for name, number in sorted(samples.numbers.items())}
-        return Look(
+        seen = Look(
             beside=onnx_files.external_files(light, path),
             inputs=tuple(value.name for value in inputs),
-            dims={name: symbolic_dims.as_text(where) for name, where in places.items()},
-            whole=whole,
-            numbers=numbers,
         )
+        if not data:
+            return seen
+        samples = feed_sources.samples(arrays, inputs, data.name)
+        return replace(seen, whole=tuple(sorted(samples.whole)), numbers=tuple(sorted(samples.numbers)))
 
     def files(self) -> tuple[str, ...]:
         """The model, its weights and the samples: their content is part of the key."""

@@ -5,26 +5,25 @@ A file moves into its project, with all that belongs to it.
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import keyword
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol, cast
+
+import numpy.typing as npt
 
 from layerline.pipeline import stage_table
 from layerline.pipeline.config import bounded_yaml
 from layerline.pipeline.config.project import project_name
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.init import generated_files
-from layerline.pipeline.init.generated_files import Array, Hooks, Section
+from layerline.pipeline.init.generated_files import Hooks, Section
 from layerline.pipeline.inputs.batches import answers
-from layerline.pipeline.keys import syntax
-from layerline.pipeline.nearest import closest
 from layerline.pipeline.task import HOOKS
 from layerline.pipeline.untrusted import is_file_name, is_importable, is_inside, printable
 
@@ -40,10 +39,8 @@ class Look:
     beside: tuple[str, ...] = ()  # further files that belong to it, relative to its folder
     # arrays of the samples whose rows are whole inputs; with one of them, a batch is one sample
     whole: tuple[str, ...] = ()
-    # inputs without axes that get the same number in every sample, with that number
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    inputs: tuple[str, ...] = ()  # their names
-    dims: Mapping[str, str] = field(default_factory=dict)  # sizes that vary, each with where it is, in words
+    numbers: tuple[str, ...] = ()  # inputs without axes that get the same number in every sample
+    inputs: tuple[str, ...] = ()  # names of all inputs
 
 
 class Looks(Protocol):
@@ -116,15 +113,14 @@ def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]
         fields["external"] = [(place / name).as_posix() for name in look.beside]
     if data:
         fields["data"] = data.name
-    comments = generated_files.dims_comment(look.dims) + generated_files.values_comment(look.numbers)
-    sections = {"import-onnx": Section(fields, comments=comments)}
+    sections = {"import-onnx": Section(fields)}
     hooks = Hooks(
         source=model.name,
         data=data.name if data else "",
         arrays=arrays,
         inputs=look.inputs or ("input",),
         whole=look.whole,
-        numbers=tuple(look.numbers),
+        numbers=look.numbers,
     )
     copies = {place / name: model.parent / name for name in (model.name, *look.beside)}
     return _write(folder, sections, hooks, copies, data)
@@ -145,11 +141,10 @@ def from_checkpoint(
     arrays = _arrays(data, float32=True)
     model_import, call = _factory(model)
     modules = _local(model.partition(":")[0])
-    _check_factory(model, modules)
     imported = Section({"file": weights.name})
     if trust:
         imported = Section({"file": weights.name, "trust": True}, ["its pickled code may run"])
-    inputs = [n for n, a in arrays.items() if a.rank and n != answers(arrays)]
+    inputs = [n for n, a in arrays.items() if a.ndim and n != answers(arrays)]
     export = Section(comments=[generated_files.FIXED])
     if inputs:
         export = Section({"dynamic": {name: {0: "batch"} for name in inputs}})
@@ -166,7 +161,7 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _arrays(data: Path | None, *, float32: bool = False) -> dict[str, Array]:
+def _arrays(data: Path | None, *, float32: bool = False) -> dict[str, npt.NDArray[Any]]:
     """What the samples hold, checked; `float32`: they go into a network that computes in it."""
     import numpy as np
 
@@ -182,7 +177,7 @@ def _arrays(data: Path | None, *, float32: bool = False) -> dict[str, Array]:
     for name, array in arrays.items():
         if float32 and array.dtype == np.float64:
             input_checks.checked_cast(array, np.float32, name, data.name)
-    return {name: Array(array.ndim, array.dtype.kind) for name, array in arrays.items()}
+    return arrays
 
 
 def _factory(spec: str) -> tuple[str, str]:
@@ -196,38 +191,6 @@ def _factory(spec: str) -> tuple[str, str]:
     if first in HOOKS:  # a hook of task.py has this name
         name, first = f"build_{first}", f"{first} as build_{first}"
     return f"from {module} import {first}\n", f"{name}{dot}{rest}()"
-
-
-def _check_factory(spec: str, files: Mapping[Path, Path]) -> None:
-    """Refuses a module that is not among the files copied along, and a factory that it does not define."""
-    module, _, attribute = spec.partition(":")
-    stem = Path(*module.split("."))
-    source = files.get(stem.with_suffix(".py")) or files.get(stem / "__init__.py")
-    if not files:
-        return  # installed: what it holds is known when it is imported
-    if source is None:
-        modules = sorted(".".join(path.with_suffix("").parts) for path in files)
-        raise ConfigError(
-            f"there is no module {module!r} here", where="--model", hint=f"there are: {', '.join(modules)}"
-        )
-    try:
-        tree = ast.parse(source.read_bytes())
-    except SyntaxError as error:
-        raise ConfigError(f"not valid Python: {error.msg}", where=f"{source.name}:{error.lineno}") from None
-    names: set[str] = set()
-    for statement in tree.body:
-        names |= syntax.bound_names(statement)
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    wanted = attribute.partition(".")[0]
-    # `from x import *` and a __getattr__ hold names that only importing it shows.
-    if names.isdisjoint({wanted, "*", "__getattr__"}):
-        hint = f"it defines {', '.join(sorted(names)) or 'nothing'}"
-        match = closest(wanted, sorted(names))
-        if match:
-            hint = f"did you mean {module}:{match}?"
-        raise ConfigError(f"{source.name} defines no {wanted!r}", where="--model", hint=hint)
 
 
 def _local(module: str) -> dict[Path, Path]:

@@ -13,9 +13,10 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import numpy.typing as npt
 
 from layerline.pipeline.config import bounded_yaml
 from layerline.pipeline.config.bounded_yaml import plain
@@ -25,7 +26,6 @@ from layerline.pipeline.untrusted import check_utf8, printable
 
 FIXED = "dynamic: {image: {0: batch}} # by the names of forward(); else every size stays the example's, the batch too"
 BATCH = 16
-_NAMED = 20  # names of a model that are written into one comment
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-+ /")
 _FIELD = "field"
 
@@ -57,25 +57,6 @@ def pipe_yaml(name: str, source: str, stages: Mapping[str, Section]) -> str:
             meant[stage] = dict(section.fields) or None
     check_yaml(text, meant, "pipe.yaml")
     return text
-
-
-def dims_comment(places: Mapping[str, str]) -> list[str]:
-    """A comment with the sizes that vary, each with where it is."""
-    if not places:
-        return []
-    example = yaml_value({next(iter(places)): {"min": 1, "max": 8}})
-    named = [f"{printable(name, 80)} ({printable(where, 200)})" for name, where in islice(places.items(), _NAMED)]
-    if len(places) > _NAMED:
-        named.append(f"and {len(places) - _NAMED} more")
-    return [f"dims: {printable(example, 300)} # sizes to build for, else found by trial: {', '.join(named)}"]
-
-
-def values_comment(numbers: Mapping[str, float]) -> list[str]:
-    """A comment with the inputs that might as well be constants."""
-    if not numbers:
-        return []
-    example = yaml_value(dict(islice(numbers.items(), _NAMED)))
-    return [f"values: {printable(example, 2000)} # makes it a constant; then leave it out of samples() in task.py"]
 
 
 def yaml_value(value: Any) -> str:
@@ -168,14 +149,6 @@ fp16 needs no hooks. int8, and a figure of what either costs, take samples:
 """
 
 
-@dataclass(frozen=True)
-class Array:
-    """One array of the samples: number of axes, and numpy's letter for its kind of type."""
-
-    rank: int
-    kind: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
     """What task.py is made of."""
@@ -184,7 +157,7 @@ class Hooks:
     model_import: str = ""  # imports what makes the network; none for a project that starts at ONNX
     model: str = ""  # the expression that makes the network
     data: str = ""  # the file of samples; none when empty
-    arrays: Mapping[str, Array] = field(default_factory=dict)  # what it holds, by name
+    arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)  # what it holds, by name
     inputs: Sequence[str] = ("input",)  # names of the model's inputs
     whole: Sequence[str] = ()  # arrays whose rows are whole inputs
     numbers: Sequence[str] = ()  # arrays that repeat one number
@@ -212,7 +185,7 @@ class Hooks:
         }
         code += _SAMPLES
         if label:
-            is_class = self.arrays[label].kind in "iub"
+            is_class = self.arrays[label].dtype.kind in "iub"
             code += _ACCURACY if is_class else _ERROR
         return python_file(about, imports, constants, code)
 

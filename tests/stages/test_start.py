@@ -335,21 +335,6 @@ def test_options_that_contradict_each_other(words: list[str], tmp_path: Path) ->
     assert done.returncode == 2 and "error" in done.stderr and not (tmp_path / "p").exists()
 
 
-def test_a_factory_that_its_module_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = _checkpoint(tmp_path, monkeypatch)
-    with pytest.raises(ConfigError, match="defines no 'biuld'") as error:
-        from_files.from_checkpoint(tmp_path / "p", weights, "nets:biuld")
-    assert "nets:build" in error.value.hint and not (tmp_path / "p").exists()
-    (tmp_path / "zoo").mkdir()
-    (tmp_path / "zoo" / "__init__.py").write_text("from nets import build as make")
-    with pytest.raises(ConfigError, match=r"no module 'zoo\.small' here"):
-        from_files.from_checkpoint(tmp_path / "p", weights, "zoo.small:make")
-    from_files.from_checkpoint(tmp_path / "p", weights, "zoo:make")
-    for hidden in ("from nets import *", "def __getattr__(name): ..."):
-        (tmp_path / "zoo" / "__init__.py").write_text(hidden)
-        from_files.from_checkpoint(tmp_path / hidden[:4], weights, "zoo:anything")
-
-
 def test_without_samples_what_is_needed_first_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = _checkpoint(tmp_path, monkeypatch)
     words = ["-m", "layerline.cli", "init", "p", "--from-checkpoint", str(weights), "--model", "nets:Net"]
