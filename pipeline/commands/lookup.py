@@ -38,7 +38,7 @@ def status(planner: Planner) -> tuple[list[Step], dict[str, str]]:
 
 def explained(planner: Planner, stage: str) -> tuple[Step, Mapping[str, str] | None, dict[str, Fingerprint]]:
     """A stage as things stand, the parts of the key it last ran with, and what each of its hooks reaches."""
-    step = next(s for s in planner.steps() if s.stage.name == stage)
+    step = _step(planner, stage)
     before = step.record or planner.ledger.head(stage)
     prints = {hook: planner.fingerprint(hook) for hook in planner.hooks(step.stage)}
     if before is None:
@@ -48,11 +48,20 @@ def explained(planner: Planner, stage: str) -> tuple[Step, Mapping[str, str] | N
 
 def states(planner: Planner, steps: list[Step]) -> dict[str, str]:
     """`fresh`, `would run` or `may run` by stage; behind one that has to run again, the input may turn out the same."""
-    by_stage = {step.stage.name: "fresh" if step.artifact else "would run" for step in steps}
+    by_stage = {}
     for step in steps:
-        if not step.artifact and step.key is None and planner.ledger.head(step.stage.name):
-            by_stage[step.stage.name] = "may run"
+        state = "would run"
+        if step.artifact:
+            state = "fresh"
+        elif step.key is None and planner.ledger.head(step.stage.name):
+            state = "may run"
+        by_stage[step.stage.name] = state
     return by_stage
+
+
+def _step(planner: Planner, stage: str) -> Step:
+    """A stage as things stand."""
+    return next(step for step in planner.steps() if step.stage.name == stage)
 
 
 def asked_for(project: Project, names: Sequence[str]) -> list[str] | None:
@@ -80,15 +89,14 @@ def choose(planner: Planner, stage: str, run_id: str | None = None) -> Chosen:
     """A stage's record: in the run of that id, the newest with the project's overrides, or the newest."""
     project = planner.project
     _one_choice(project, run_id)
-    past = None
     if run_id is not None:
         past = planner.ledger.find_run(run_id, stage)
-    elif project.sets:
-        past = _run_with_settings(planner, [s.name for s in project.needed_for([stage])])
-        if past is None:
-            return Chosen(_from_key(planner, stage), None)
-    if past is not None:
         return Chosen(_record_in(past, stage), past)
+    if project.sets:
+        run = _run_with_settings(planner, [s.name for s in project.needed_for([stage])])
+        if run is None:
+            return Chosen(_from_key(planner, stage), None)
+        return Chosen(_record_in(run, stage), run)
     record = planner.ledger.head(stage) or _from_key(planner, stage)
     newest = next((run for run in planner.ledger.runs() if record in run.records), None)
     return Chosen(record, newest)
@@ -133,13 +141,11 @@ def _one_choice(project: Project, run_id: str | None) -> None:
 
 def _from_key(planner: Planner, stage: str) -> Record:
     """The record of a stage with the project's present code and settings, which may outlive all runs that name it."""
-    record = next(s.record for s in planner.steps() if s.stage.name == stage)
+    record = _step(planner, stage).record
     if record is None:
-        what, hint = f"stage {stage} has not run", f"pipe run {stage}"
-        if not planner.project.sets:
-            raise PipeError(f"{what} yet", hint=hint)
-        asked = as_options(planner.project.sets)
-        raise PipeError(f"{what} with {asked}", hint=f"{hint} {asked}")
+        options = as_options(planner.project.sets)
+        how = f" with {options}" if options else " yet"
+        raise PipeError(f"stage {stage} has not run{how}", hint=f"pipe run {stage} {options}".rstrip())
     return record
 
 
@@ -160,7 +166,7 @@ def artifact(project: Project, stage: str, run_id: str | None = None) -> tuple[A
         return stored, f"{which} run of {stage} did not pass"
     if is_asked_for:
         return stored, ""
-    now = next(s.artifact for s in planner.steps() if s.stage.name == record.stage)
+    now = _step(planner, record.stage).artifact
     if now is not None and now.digest != record.digest:
         return stored, f"the newest run of {stage} had other settings: pipe run {stage} goes back to those of pipe.yaml"
     return stored, ""
