@@ -54,17 +54,13 @@ def main() -> NoReturn:
 
 def _dispatch(arguments: list[str]) -> Any:
     """Runs a command. `-C DIR` is an option of every command; before the command it means the same."""
-    from layerline.pipeline.config.document import check_options
-
     count = 0
     if arguments and arguments[0] in ("-C", "--project"):
         count = 2
     elif arguments and arguments[0].startswith(("-C", "--project=")):
         count = 1
     folder, rest = arguments[:count], arguments[count:]
-    command = [*rest[:1], *folder, *rest[1:]]
-    check_options(command)
-    return app(command, prog_name="pipe", standalone_mode=False)
+    return app([*rest[:1], *folder, *rest[1:]], prog_name="pipe", standalone_mode=False)
 
 
 @app.callback(invoke_without_command=True)

@@ -83,23 +83,6 @@ class Document:
         return position, True
 
 
-def check_options(arguments: Sequence[str]) -> None:
-    """Refuses a `--set` whose value is apart from its key: the rest would be read as something else."""
-    for place, argument in enumerate(arguments):
-        if argument == "--":
-            return
-        if argument != "--set" or place + 1 == len(arguments):
-            continue
-        key, *rest = arguments[place + 1 : place + 4]
-        value = next((text for text in rest if text != "="), "")
-        if "=" in key or not key or key.startswith("-"):
-            continue
-        example = "for example: --set train.epochs=2"
-        if value and not value.startswith("--"):
-            example = f"--set {key}={value}"
-        raise ConfigError(f"expected key=value in one piece, saw {key!r:.80}", where="--set", hint=example)
-
-
 def _text(path: Path) -> str:
     if path.exists() and not path.is_file():
         raise ConfigError("it is no file", where=path.name, hint="pipe.yaml is a text file")

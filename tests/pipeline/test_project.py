@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from layerline.pipeline import stage_table
-from layerline.pipeline.config.document import check_options
 from layerline.pipeline.config.project import load
 from layerline.pipeline.errors import ConfigError, Unavailable
 from tests.pipeline import fakes
@@ -428,26 +427,6 @@ def test_a_hint_imports_no_foreign_stage(tmp_path: Path, monkeypatch: pytest.Mon
         project(tmp_path / "project", "factor: 3\n")
     assert stage_table.imported("other") is None and stage_table.imported("double") is not None
     assert not (tmp_path / "RAN").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (["status", "--set", "a.b", "c"], "--set a.b=c"),
-        (["run", "all", "--set", "a.b", "=", "3"], "--set a.b=3"),
-        (["run", "--set", "a.b", "--json"], "for example: --set train.epochs=2"),
-        (["run", "--set", "a.b"], "for example: --set train.epochs=2"),
-    ],
-)
-def test_a_value_apart_from_its_key(words: list[str], hint: str) -> None:
-    with pytest.raises(ConfigError, match=r"expected key=value in one piece, saw 'a\.b'") as caught:
-        check_options(words)
-    assert caught.value.hint == hint
-
-
-@pytest.mark.parametrize("words", [["run", "--set", "a=b", "c"], ["run", "--set"], ["--", "--set", "a"], []])
-def test_options_that_are_whole(words: list[str]) -> None:
-    check_options(words)
 
 
 def test_a_file_whose_name_is_no_utf_8_counts(folder: fakes.Folder) -> None:
