@@ -24,7 +24,7 @@ from typing import ClassVar
 
 from layerline.pipeline import stage_table
 from layerline.pipeline.config import project
-from layerline.pipeline.files import sha256
+from layerline.pipeline.hashing import sha256
 from layerline.pipeline.report import Report
 from layerline.pipeline.run.runner import Runner
 from layerline.pipeline.stage import Stage, Work

@@ -26,7 +26,7 @@ from itertools import islice
 from pathlib import Path
 
 from layerline.pipeline.errors import TaskError
-from layerline.pipeline.files import Hasher
+from layerline.pipeline.hashing import Hasher
 from layerline.pipeline.keys import canonical, syntax
 from layerline.pipeline.keys.imports import Finder, Origin
 from layerline.pipeline.keys.patterns import has_wildcard, matches, size_and_time

@@ -16,7 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import layerline
-from layerline.pipeline.files import Hasher
+from layerline.pipeline.hashing import Hasher
 from layerline.pipeline.keys import canonical, syntax
 from layerline.pipeline.keys.imports import Finder, imported
 

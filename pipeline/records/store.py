@@ -14,7 +14,8 @@ from typing import Annotated
 from pydantic import BaseModel, Field, StrictStr, ValidationError
 
 from layerline.pipeline.errors import StageError
-from layerline.pipeline.files import Hasher, entries, own_folder, remove, sync, write_atomic
+from layerline.pipeline.files import entries, own_folder, remove, sync, write_atomic
+from layerline.pipeline.hashing import Hasher
 from layerline.pipeline.keys import canonical
 from layerline.pipeline.records.ledger import Name
 from layerline.pipeline.untrusted import is_digest, is_inside, read_json

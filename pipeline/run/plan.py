@@ -11,7 +11,7 @@ from typing import Any
 
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.files import Hasher
+from layerline.pipeline.hashing import Hasher
 from layerline.pipeline.keys import canonical, env, stage_code
 from layerline.pipeline.keys.fingerprint import Fingerprint, Reader
 from layerline.pipeline.reasons import describe

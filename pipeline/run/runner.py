@@ -23,7 +23,8 @@ from filelock import Timeout
 
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import PipeError, StageError, TaskError, Unavailable, as_pipe_error
-from layerline.pipeline.files import copied, own_folder, remove, write_own
+from layerline.pipeline.files import own_folder, remove, write_own
+from layerline.pipeline.hashing import copied
 from layerline.pipeline.keys import env
 from layerline.pipeline.records.ledger import Record, Run, new_run_id, printable_error
 from layerline.pipeline.records.run_lock import at_work, lock

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from layerline.pipeline import files
-from layerline.pipeline.files import Hasher, sha256, sync, write_atomic
+from layerline.pipeline import hashing
+from layerline.pipeline.files import sync, write_atomic
+from layerline.pipeline.hashing import Hasher, sha256
 
 
 @pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1])
@@ -31,7 +32,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         seen.append(path)
         return sha256(path)
 
-    monkeypatch.setattr(files, "sha256", counted)
+    monkeypatch.setattr(hashing, "sha256", counted)
     return seen
 
 
@@ -95,7 +96,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_not_remembered(
         return value
 
     with monkeypatch.context() as context:
-        context.setattr(files, "sha256", slow)
+        context.setattr(hashing, "sha256", slow)
         hasher.file(path)
     assert hasher.file(path) == hashlib.sha256(b"b").hexdigest()
 
@@ -114,7 +115,7 @@ def test_where_ctime_is_no_change_time_nothing_is_remembered(
 def test_what_a_run_used_is_kept_whole_and_the_rest_is_bounded(
     tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_MEMO_ENTRIES", 3)
+    monkeypatch.setattr(hashing, "_MEMO_ENTRIES", 3)
     memo = tmp_path / "memo.json"
     paths = [tmp_path / f"{i}" for i in range(10)]
     for path in paths:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from layerline.pipeline.errors import TaskError
-from layerline.pipeline.files import Hasher
+from layerline.pipeline.hashing import Hasher
 from layerline.pipeline.keys.fingerprint import ABSENT, Fingerprint, Reader
 
 HOOKS = ("model", "train_data", "loss", "eval_data", "metric")

@@ -14,8 +14,8 @@ from typing import ClassVar
 
 import pytest
 
-from layerline.pipeline import files, stage_table
-from layerline.pipeline.files import Hasher, is_open_for_writing
+from layerline.pipeline import hashing, stage_table
+from layerline.pipeline.hashing import Hasher, is_open_for_writing
 from layerline.pipeline.keys import stage_code
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Work
@@ -165,7 +165,7 @@ def test_code_that_is_edited_for_its_import_alone(folder: Folder) -> None:
 def test_a_file_is_read_again_for_as_long_as_somebody_can_write_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_SETTLED_NS", 0)
+    monkeypatch.setattr(hashing, "_SETTLED_NS", 0)
     path = tmp_path / "data.bin"
     path.write_bytes(bytes(8192))
     hasher = Hasher(None)

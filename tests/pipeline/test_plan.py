@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from layerline.pipeline.config.project import Project
-from layerline.pipeline.files import Hasher
+from layerline.pipeline.hashing import Hasher
 from layerline.pipeline.keys import env, stage_code
 from layerline.pipeline.records.ledger import Ledger
 from layerline.pipeline.records.store import Store

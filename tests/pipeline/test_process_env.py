@@ -188,7 +188,7 @@ def test_ctrl_c_at_any_moment_is_one_sentence(after: float, folder: Folder) -> N
 
 
 def test_a_file_of_many_functions_and_a_long_sum(tmp_path: Path) -> None:
-    from layerline.pipeline.files import Hasher
+    from layerline.pipeline.hashing import Hasher
     from layerline.pipeline.keys.fingerprint import Reader
 
     (tmp_path / "task.py").write_text(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from layerline.pipeline import files
+from layerline.pipeline import hashing
 from layerline.pipeline.errors import StageError
-from layerline.pipeline.files import Hasher
+from layerline.pipeline.hashing import Hasher
 from layerline.pipeline.records.store import MANIFEST, Artifact, DamagedError, Store
 
 
@@ -79,7 +79,7 @@ def test_each_file_is_read_once_and_nothing_is_copied(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    monkeypatch.setattr(files, "sha256", lambda path, real=files.sha256: (read.append(path.name), real(path))[1])
+    monkeypatch.setattr(hashing, "sha256", lambda path, real=hashing.sha256: (read.append(path.name), real(path))[1])
     folder = out(tmp_path, model="m", data__w="1")
     inodes = {p.name: p.stat().st_ino for p in folder.rglob("*")}
     made = store.move_in(store.seal(folder, "onnx"))
