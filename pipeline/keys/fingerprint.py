@@ -14,22 +14,19 @@ project (`importlib`, `exec`, `sys.path`, a pickle). `pipe explain` shows the re
 from __future__ import annotations
 
 import ast
-import hashlib
-import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.hashing import Hasher
 from layerline.pipeline.keys import canonical, syntax
 from layerline.pipeline.keys.imports import Finder, Origin
-from layerline.pipeline.keys.patterns import has_wildcard, matches, size_and_time
+from layerline.pipeline.keys.named_files import NamedFiles
 from layerline.pipeline.untrusted import storable
 
 # Built-ins that reach any name of the module they are used in.
@@ -54,18 +51,8 @@ _ANY_MODULE_PARTS = frozenset(
 )
 # Passed on as a value, these give away every module; others are too often imported only to see if they are there.
 _ANY_MODULE_VALUES = frozenset({"inspect", "sys"})
-# No data: what Layerline and git keep, and files that the kernel makes up when they are read.
-_NO_DATA = (".git", ".layerline", "/dev", "/proc", "/sys")
 # A string that may be a module's name, or that of something in it: `nets`, `nets.build`, `nets.small:build`.
 _DOTTED = re.compile(r"[^\W\d]\w*(\.\w+)*(:\w+(\.\w+)*)?")
-# So many files of one pattern count by content, any more by name, size and time: hashing millions takes too long.
-_MATCHES = 10_000
-# Functions that look for files by a pattern, in one folder and in all below it.
-_SEARCHES = frozenset({"glob", "glob1", "iglob"})
-_DEEP_SEARCHES = frozenset({"fnmatch", "fnmatchcase", "fwalk", "rglob", "walk"})
-_FOLDERS = 1_000  # in more of them no file is looked for by a name joined from folder and name
-# A choice in a pattern (`*.{csv,txt}`), which some readers of data expand. It counts like a `*`.
-_BRACES = re.compile(r"\{[^{}]*,[^{}]*\}")
 
 
 @dataclass(frozen=True)
@@ -165,19 +152,14 @@ class _Walk:
         self.finder = reader.finder
         self.parts: dict[str, str] = {}
         self.whole: dict[str, str] = {}
-        self.files: dict[str, str] = {}
-        self.paths: dict[str, Path] = {}
+        self.files = NamedFiles(reader.root, reader.hasher, self._script)
         self._visited: set[tuple[Path, str]] = set()
         self._pending: list[tuple[syntax.Module, str]] = []
         self._imported: dict[Path, None] = {}
         self._counted: set[Path] = set()
         self._order: dict[Path, set[tuple[int, int, str]]] = {}
         self._strings: set[str] = set()
-        # Where a string may name a file: folders of imported modules ("place"), folders that the code names ("named"),
-        # and those that a pattern matches ("matched").
-        self._folders = {reader.root: "place"}
-        self._searches: set[str] = set()
-        self._looked_up: set[tuple[object, ...]] = set()
+        self._modules_named: set[str] = set()  # strings that were looked up as names of modules
 
     def run(self, hook: str) -> Fingerprint:
         self._import(self.reader.task)
@@ -187,12 +169,12 @@ class _Walk:
         counted = {self.reader.relative(p) for p in self._counted}
         bound = self.reader.module(self.reader.task).bindings.get(hook, ())
         return Fingerprint(
-            digest=canonical.digest({"parts": self.parts, "files": self.files, "order": self._sequence()}),
+            digest=canonical.digest({"parts": self.parts, "files": self.files.digests, "order": self._sequence()}),
             reached=tuple(sorted(part for part in self.parts if part.split(":")[0] not in counted)),
             whole=dict(sorted(self.whole.items())),
-            files=dict(sorted(self.files.items())),
-            folders=tuple(sorted(self.reader.relative(f) for f, kind in self._folders.items() if kind == "named")),
-            paths=self.paths,
+            files=dict(sorted(self.files.digests.items())),
+            folders=tuple(self.files.named_folders()),
+            paths=self.files.paths,
             function=bool(bound) and all(isinstance(statement, syntax.FUNCTIONS) for statement in bound),
         )
 
@@ -208,20 +190,12 @@ class _Walk:
                     self._all(module.path, "a metaclass, __init_subclass__ or __subclasses__ may find its classes")
             for text in sorted(self._strings):
                 self._module(text)
-                for folder in list(self._folders):
-                    self._file(folder, text)
-                    self._pattern(folder, text)
+                self.files.look_up(text)
             self._follow()
 
     def _size(self) -> int:
         """How much the walk holds. It only grows, so an equal size means that nothing was added."""
-        return sum(map(len, (self.parts, self.files, self._strings, self._searches, self._folders)))
-
-    def _is_new(self, *lookup: object) -> bool:
-        """Whether something is looked up for the first time."""
-        is_new = lookup not in self._looked_up
-        self._looked_up.add(lookup)
-        return is_new
+        return len(self.parts) + len(self._strings) + len(self.files)
 
     def _sequence(self) -> dict[str, list[str]]:
         """What counts, in the order in which it runs on import, by file."""
@@ -240,7 +214,7 @@ class _Walk:
             return
         module = self.reader.module(path)
         self._imported[path] = None
-        self._folders[path.parent] = "place"
+        self.files.add_place(path.parent)
         for around in self.finder.parents(path):
             self._import(around)
         for index, statement in enumerate(module.effects):
@@ -318,7 +292,7 @@ class _Walk:
         self.parts[f"{self.reader.relative(module.path)}:import {name} from {origin.module}"] = str(origin.attribute)
         binary = self.finder.compiled(origin.dotted)
         if binary is not None:
-            self._counts(self.reader.relative(binary), binary)
+            self.files.count(binary)
         if origin.path is None:
             if origin.attribute:
                 attributes = {origin.attribute}
@@ -375,19 +349,20 @@ class _Walk:
             try:
                 source = self.reader.module(path)
             except TaskError:  # not written for this Python; its bytes count
-                self._counts(self.reader.relative(path), path)
+                self.files.count(path)
             else:
                 self.parts[f"{self.reader.relative(path)}:*"] = source.dump(source.tree)
                 self._refers(source.uses(source.tree))
 
     def _refers(self, uses: syntax.Uses) -> None:
         self._strings |= uses.strings
-        self._searches |= {*uses.names(), *uses.members} & (_SEARCHES | _DEEP_SEARCHES)
+        self.files.add_names({*uses.names(), *uses.members})
 
     def _module(self, text: str) -> None:
         """A string that reads as a dotted name: each module of the project on its way counts whole."""
-        if len(text.encode("utf-8", "replace")) > 200 or not _DOTTED.fullmatch(text) or not self._is_new(text):
+        if len(text.encode("utf-8", "replace")) > 200 or not _DOTTED.fullmatch(text) or text in self._modules_named:
             return
+        self._modules_named.add(text)
         parts = text.replace(":", ".").split(".")
         for length in range(1, len(parts) + 1):
             name = ".".join(parts[:length])
@@ -396,62 +371,10 @@ class _Walk:
                 self._script(path)
             binary = self.finder.compiled(name)
             if binary is not None:
-                self._counts(self.reader.relative(binary), binary)
+                self.files.count(binary)
 
     def _script(self, path: Path) -> None:
         try:
             self._all(path, "a string names it")
         except TaskError:  # it, or what it imports, is not written for this Python; its bytes count
-            self._counts(self.reader.relative(path), path)
-
-    def _pattern(self, folder: Path, text: str) -> None:
-        """A string with wildcards: the files that it matches in the project count, also when they come and go."""
-        deep = bool(self._searches & _DEEP_SEARCHES)
-        text = _BRACES.sub("*", text).strip("/")  # f"{folder}/*.txt" leaves "/*.txt"
-        parts = text.split("/")
-        if not has_wildcard(text) or len(text) > 255 or not text.isprintable():
-            return
-        if not self._searches and not text.strip("*?/") and self._folders[folder] == "place":
-            return  # as in print("*"): in code that searches for no files, a star alone is no pattern
-        if not self._is_new("pattern", folder, text, deep):
-            return
-        if deep and parts[0] != "**":
-            parts = ["**", *parts]
-        matching_paths = matches(folder, parts, self.reader.root)
-        for path in islice(matching_paths, _MATCHES):
-            with suppress(OSError):  # deleted meanwhile, or not readable
-                if path.is_file() and self.reader.relative(path) not in self.files:
-                    self._data(path)
-                elif path.is_dir() and len(self._folders) < _FOLDERS:
-                    self._folders.setdefault(path, "matched")
-        rest = [(self.reader.relative(path), *size_and_time(path)) for path in matching_paths]
-        if rest:
-            self.files[f"{len(rest)} more files that {text} matches"] = canonical.digest(sorted(rest))
-
-    def _file(self, folder: Path, text: str) -> None:
-        """A string that names a file: its content counts. One that names a folder is a place to look for more files."""
-        if len(text) > 255 or not text.strip("./") or not self._is_new("file", folder, text):
-            return
-        for name in dict.fromkeys((text, text.lstrip("/"))):  # f"{folder}/train.npy" leaves "/train.npy"
-            path = Path(os.path.normpath(folder / name))
-            if any(path.is_relative_to(p) or p in path.parts for p in _NO_DATA):
-                continue
-            with suppress(OSError):  # too long for a file's name, or not readable
-                if path.is_file():
-                    self._data(path)
-                elif path.is_dir() and path.is_relative_to(self.reader.root) and self._folders.get(path) != "place":
-                    self._folders[path] = "named"
-
-    def _counts(self, name: str, path: Path) -> None:
-        """A file's content counts."""
-        self.files[name] = self.reader.hasher.file(path)
-        self.paths[name] = path
-
-    def _data(self, path: Path) -> None:
-        if not path.is_relative_to(self.reader.root):
-            place = hashlib.sha256(str(path).encode("utf-8", "surrogateescape")).hexdigest()
-            self._counts(f"{path.name} outside the project ({place[:8]})", path)
-        elif path.suffix != ".py":
-            self._counts(self.reader.relative(path), path)
-        else:
-            self._script(path)
+            self.files.count(path)

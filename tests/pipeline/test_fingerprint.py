@@ -336,7 +336,7 @@ def test_files_that_a_pattern_matches_count_when_they_come_and_go(tmp_path: Path
 
 
 def test_more_files_than_are_read_count_by_name_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerline.pipeline.keys.fingerprint._MATCHES", 2)
+    monkeypatch.setattr("layerline.pipeline.keys.named_files._MATCHES", 2)
     files = {"task.py": "def train_data(): return 'data/*.txt'\n"} | {f"data/{n}.txt": "1" for n in range(4)}
     seen = prints(tmp_path / "0", files)["train_data"]
     assert list(seen.files) == ["2 more files that data/*.txt matches", "data/0.txt", "data/1.txt"]
