@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,42 +66,33 @@ class Feeder:
     fixed: dict[str, int] = field(default_factory=dict)
     edges: list[Feed] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    # Errors by sizes, None where the model runs: one combination is asked for several times.
-    _errors: dict[tuple[tuple[str, int], ...], str | None] = field(default_factory=dict)
-    _not_empty: set[str] = field(default_factory=set)
-    _counting: OrtSession | None = None
-    _shapes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._session = OnnxRuntime().open(self.model)
-        symbols = [dim for value in self.inputs for dim in value.shape if isinstance(dim, str)]
-        self.free = list(dict.fromkeys(symbols))
+        self._counting: OrtSession | None = None
+        self._shapes: dict[str, str] = {}
+        # Errors by sizes, None where the model runs: one combination is asked for several times.
+        self._errors: dict[tuple[tuple[str, int], ...], str | None] = {}
+        # Values that hold something at the first sizes, and must at the others: TensorRT builds no empty tensors.
+        self._not_empty = set(names(self.model.graph.outputs))
+        self.free: list[str] = []
+        for value in self.inputs:
+            self.free += [dim for dim in value.shape if isinstance(dim, str) and dim not in self.free]
 
     def search(self, source: Source) -> dict[str, int] | str:
         """The first sizes that the model runs at, or its error at the likeliest ones."""
+        self._source = source
+        self._errors.clear()
         first_error = ""
-        for combination in _likeliest([self._candidates(name) for name in self.free]):
-            sizes = dict(zip(self.free, combination, strict=True))
-            error = self._why_not(source, sizes)
+        candidates = [self._candidates(name) for name in self.free]
+        for places in _likeliest([len(sizes) for sizes in candidates]):
+            combination = [sizes[place] for sizes, place in zip(candidates, places, strict=True)]
+            tried = dict(zip(self.free, combination, strict=True))
+            error = self._error_at(tried)
             if error is None:
-                return sizes
-            first_error = first_error or f"at {sizes_text(sizes)}: {error}"
+                return tried
+            first_error = first_error or f"at {sizes_text(tried)}: {error}"
         return first_error
-
-    def _why_not(self, source: Source, sizes: Mapping[str, int]) -> str | None:
-        """What is wrong with these sizes: an input too large to be drawn, an error of the model, an empty output."""
-        for value in self.inputs:
-            elements = math.prod(shape(value, sizes))
-            if elements > MOST_DRAWN:
-                return f"{value.name} has {elements:.3g} elements"
-        try:
-            outputs = self.run(source.feed(sizes))
-        except StageError as error:
-            return first_line(error.what)
-        for name, array in outputs.items():
-            if not array.size:
-                return f"{name} is empty"
-        return None
 
     def vary(self, source: Source, first: Mapping[str, int]) -> list[Feed]:
         """Feeds at other sizes of every dimension, alone or with those it is tied to. Fills in `dims` and the like.
@@ -111,13 +102,15 @@ class Feeder:
         feeds: list[Feed] = []
         if not self.free:
             return feeds
+        self._source = source
+        self._first = first
         counts = self.elements(source.feed(first))
         self._not_empty = {value for value, count in counts.items() if count}
         # How many times the values of the first feed may grow; four bytes an element.
-        limit = MEMORY / max(4 * sum(counts.values()), 1)
+        self._growth = max(MEMORY / max(4 * sum(counts.values()), 1), 1)
         for name in self.free:
             if name not in self.same:
-                feeds += self._vary(name, source, first, limit)
+                feeds += self._vary(name)
         return feeds
 
     def whole(self, feed: Feed) -> Feed:
@@ -156,55 +149,57 @@ class Feeder:
         outputs = self._counting.run(self.whole(feed))
         return {value: math.prod(outputs[name].tolist()) for name, value in self._shapes.items()}
 
+    def _bounds(self, name: str) -> Dimension:
+        return self.declared.get(name, Dimension())
+
     def _candidates(self, name: str) -> list[int]:
         """Sizes to try of a dimension, the likeliest first, within its declared bounds."""
-        declared = self.declared.get(name, Dimension())
+        declared = self._bounds(name)
         sizes = list(_BATCH_SIZES if self._is_batch(name) else _SIZES)
         if declared.max is not None:
             low = declared.min or 1
             spacing = max(1, (declared.max - low) // len(_SIZES))
             sizes += range(low, declared.max + 1, spacing)
-        return list(dict.fromkeys(declared.fit(size) for size in sizes))
+        return list(dict.fromkeys(map(declared.fit, sizes)))
 
     def _is_batch(self, name: str) -> bool:
         return any(value.shape[:1] == (name,) for value in self.inputs)
 
-    def _vary(self, name: str, source: Source, first: Mapping[str, int], limit: float) -> list[Feed]:
+    def _vary(self, name: str) -> list[Feed]:
         """Feeds at other sizes of one dimension; records its bounds, or that it is fixed."""
-        declared = self.declared.get(name)
-        feeds = self._run((name,), source, first, limit)
+        first = self._first[name]
+        is_declared = name in self.declared
+        feeds = self._run((name,))
         # One sample goes with any number of others by broadcasting, which says nothing about two.
-        if declared is None and feeds.keys() <= {1}:
-            feeds = self._together(name, source, first, limit) or feeds
-        if declared is None and not feeds:
-            self.fixed[name] = first[name]
-            self.notes.append(f"{name} is fixed at {first[name]}: the model runs at no other size that was tried")
+        if not is_declared and feeds.keys() <= {1}:
+            feeds = self._together(name) or feeds
+        if not is_declared and not feeds:
+            self.fixed[name] = first
+            self.notes.append(f"{name} is fixed at {first}: the model runs at no other size that was tried")
             return []
-        sizes = [first[name], *feeds]
-        tied = (name, *(other for other, leader in self.same.items() if leader == name))
-        bounds = declared or Dimension(min=min(sizes), max=max(sizes))
-        step = bounds.multiple or self._step(tied, source, first)
-        dim = Dim(min=bounds.min or min(sizes), max=bounds.max or max(sizes), multiple=step)
+        sizes = [first, *feeds]
+        tied = [name]
+        tied += [other for other, leader in self.same.items() if leader == name]
+        declared = self._bounds(name)
+        step = declared.multiple or self._step(tied)
+        dim = Dim(min=declared.min or min(sizes), max=declared.max or max(sizes), multiple=step)
         self.dims[name] = dim
-        if declared is not None and declared.max is None:
+        if is_declared and declared.max is None:
             self.notes.append(
                 f"{name} is declared without max, and goes to {dim.max}, the greatest size that was run. Engines are "
                 f"built up to there. To set another limit: dims: {{{name}: {{min: {dim.min}, max: <size>}}}}"
             )
-        least = {**first, **dict.fromkeys(tied, step)}
-        if declared is None and step < min(sizes) and self._error_at(source, least) is None:
-            self.edges.append(source.feed(least))
+        least = {**self._first, **dict.fromkeys(tied, step)}
+        if not is_declared and step < min(sizes) and self._error_at(least) is None:
+            self.edges.append(self._source.feed(least))
         return list(feeds.values())
 
-    def _together(self, name: str, source: Source, first: Mapping[str, int], limit: float) -> dict[int, Feed]:
+    def _together(self, name: str) -> dict[int, Feed]:
         """Feeds at other sizes of a dimension and of others that must move with it: one other, or all of that size."""
         decided = {name, *self.same, *self.dims, *self.fixed, *self.declared}
-        alike = [dim for dim in self.free if dim not in decided and first[dim] == first[name]]
-        groups: list[tuple[str, ...]] = [(dim,) for dim in alike]
-        if len(alike) > 1:
-            groups.append(tuple(alike))
-        for others in groups:
-            feeds = self._run((name, *others), source, first, limit)
+        alike = [dim for dim in self.free if dim not in decided and self._first[dim] == self._first[name]]
+        for others in [*([dim] for dim in alike), alike]:
+            feeds = self._run((name, *others))
             if feeds.keys() <= {1}:
                 continue
             for other in others:
@@ -213,68 +208,62 @@ class Feeder:
             return feeds
         return {}
 
-    def _run(self, names: tuple[str, ...], source: Source, first: Mapping[str, int], limit: float) -> dict[int, Feed]:
+    def _run(self, moved: Sequence[str]) -> dict[int, Feed]:
         """Feeds that the model takes with other sizes of these dimensions, which move together, by size."""
-        name = names[0]
-        declared = self.declared.get(name, Dimension())
-        step = declared.multiple or self._step(names, source, first)
+        name = moved[0]
+        first = self._first[name]
+        declared = self._bounds(name)
+        step = declared.multiple or self._step(moved)
         for bound in (declared.min, declared.max):
             if bound is not None and bound % step:
-                raise ConfigError(
-                    f"{name} is declared to take {bound}, the model takes multiples of {step}", where=f"dims.{name}"
-                )
-        low, high = self._range(name, first[name])
+                what = f"{name} is declared to take {bound}, the model takes multiples of {step}"
+                raise ConfigError(what, where=f"dims.{name}")
+        low, high = first // 2, 2 * first
+        if self._is_batch(name):
+            low, high = 1, BATCHES * first
         fully_declared = declared.min is not None and declared.max is not None
         feeds: dict[int, Feed] = {}
-        for size in _others(low, high, first[name], step, int(first[name] * max(limit, 1))):
-            sizes = {**first, **dict.fromkeys(names, size)}
-            error = self._error_at(source, sizes)
+        for size in _others(declared.min or low, declared.max or high, first, step, int(first * self._growth)):
+            sizes = {**self._first, **dict.fromkeys(moved, size)}
+            error = self._error_at(sizes)
             if error is None:
-                feeds[size] = source.feed(sizes)
+                feeds[size] = self._source.feed(sizes)
             elif fully_declared or size in (declared.min, declared.max):
-                raise ConfigError(
-                    f"{name} is declared to take {size}, but the model does not run there: {error}",
-                    where=f"dims.{name}",
-                )
-        if declared.max is not None and declared.max not in (*feeds, first[name]):
-            reached = max([*feeds, first[name]])
+                what = f"{name} is declared to take {size}, but the model does not run there: {error}"
+                raise ConfigError(what, where=f"dims.{name}")
+        if declared.max is not None and declared.max not in (*feeds, first):
+            reached = max([*feeds, first])
             self.notes.append(f"{name} was run up to {reached} of {declared.max}: more would take too much memory")
         return feeds
 
-    def _range(self, name: str, size: int) -> tuple[int, int]:
-        """Least and greatest size to run: as declared, otherwise around the first feed's."""
-        declared = self.declared.get(name, Dimension())
-        low, high = size // 2, 2 * size
-        if self._is_batch(name):
-            low, high = 1, BATCHES * size
-        return declared.min or low, declared.max or high
-
-    def _step(self, names: tuple[str, ...], source: Source, first: Mapping[str, int]) -> int:
+    def _step(self, moved: Sequence[str]) -> int:
         """The smallest step to a size that the model takes; 1 if none of those tried is one."""
-        size = first[names[0]]
+        size = self._first[moved[0]]
         for step in _STEPS:
-            if size % step:
-                continue
-            if self._error_at(source, {**first, **dict.fromkeys(names, size + step)}) is None:
+            if size % step == 0 and self._error_at({**self._first, **dict.fromkeys(moved, size + step)}) is None:
                 return step
         return 1
 
-    def _error_at(self, source: Source, sizes: Mapping[str, int]) -> str | None:
-        """The model's error at these sizes; None if it runs."""
+    def _error_at(self, sizes: Mapping[str, int]) -> str | None:
+        """What is wrong at these sizes: an input too large to be drawn, the model's error, or a value that is empty."""
         key = tuple(sorted(sizes.items()))
-        if key in self._errors:
-            return self._errors[key]
-        error: str | None = None
+        if key not in self._errors:
+            self._errors[key] = self._try(sizes)
+        return self._errors[key]
+
+    def _try(self, sizes: Mapping[str, int]) -> str | None:
+        for value in self.inputs:
+            elements = math.prod(shape(value, sizes))
+            if elements > MOST_DRAWN:
+                return f"{value.name} has {elements:.3g} elements"
         try:
-            counts = self.elements(source.feed(sizes))
-            # TensorRT builds no engine for empty tensors.
-            empty = [value for value, count in counts.items() if not count and value in self._not_empty]
-            if empty:
-                error = f"{empty[0]} becomes empty"
-        except StageError as raised:
-            error = first_line(raised.what)
-        self._errors[key] = error
-        return error
+            counts = self.elements(self._source.feed(sizes))
+        except StageError as error:
+            return first_line(error.what)
+        for name, count in counts.items():
+            if not count and name in self._not_empty:
+                return f"{name} becomes empty"
+        return None
 
 
 def _others(low: int, high: int, first: int, step: int, limit: int) -> list[int]:
@@ -290,22 +279,19 @@ def _others(low: int, high: int, first: int, step: int, limit: int) -> list[int]
     return sizes
 
 
-def _likeliest(candidates: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Combinations of one of each, those of early candidates first; at most TRIES."""
-    start = (0,) * len(candidates)
-    # Ranked by the sum of places. The heap gives the next best without listing all combinations.
-    heap = [(0, start)]
-    visited = {start}
-    for _ in range(TRIES):
-        if not heap:
-            return
-        rank, places = heapq.heappop(heap)
-        yield tuple(sizes[place] for sizes, place in zip(candidates, places, strict=True))
-        for i, sizes in enumerate(candidates):
-            following = (*places[:i], places[i] + 1, *places[i + 1 :])
-            if following[i] < len(sizes) and following not in visited:
-                visited.add(following)
-                heapq.heappush(heap, (rank + 1, following))
+def _likeliest(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Places in lists of these lengths, one in each, those of the least sum first; at most TRIES."""
+    totals = range(sum(counts) - len(counts) + 1)
+    every = itertools.chain.from_iterable(_places(counts, total) for total in totals)
+    return itertools.islice(every, TRIES)
+
+
+def _places(counts: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
+    if not counts and total == 0:
+        yield ()
+    for place in range(min(total + 1, *counts[:1])) if counts else ():
+        for rest in _places(counts[1:], total - place):
+            yield (place, *rest)
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:
