@@ -122,8 +122,7 @@ def _check(axes: Axes, feed: Feed, name: str, bound: Axis) -> None:
 def write(model: ir.Model, axes: Axes) -> None:
     """Gives the graph's symbolic sizes their declared names, in place.
 
-    Raises:
-        StageError: an axis that was declared dynamic is fixed in the graph, or two names are one size in it.
+    Raises StageError: an axis that was declared dynamic is fixed in the graph, or two names are one size in it.
     """
     symbols: dict[str, str] = {}
     for value in model.graph.inputs:

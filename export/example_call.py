@@ -219,8 +219,7 @@ def refuse_training(module: nn.Module) -> None:
 def check_range(call: Call, name: str, low: int, high: int) -> None:
     """Checks a declared range of an integer input, or of a mask, where the range says what is fed beside the example.
 
-    Raises:
-        ConfigError: no such input, not of integers, or the example lies outside.
+    Raises ConfigError: no such input, not of integers, or the example lies outside.
     """
     where = f"ranges.{name}"
     array = call.feed.get(name)

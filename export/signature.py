@@ -81,8 +81,7 @@ def signature(
         dims: bounds of symbolic sizes, by name.
         ranges: (low, high) of integer inputs, by name.
 
-    Raises:
-        StageError: an input that is not a tensor.
+    Raises StageError: an input that is not a tensor.
     """
     model = as_ir(model)
     inputs = tuple(_value(value, ranges or {}) for value in fed(model))

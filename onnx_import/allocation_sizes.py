@@ -36,8 +36,7 @@ def refuse_large(model: ir.Model, limit: int, hint: str) -> None:
         limit: bytes that may be alive at once.
         hint: where the limit is set.
 
-    Raises:
-        StageError: names the largest values that are alive together, and their sizes.
+    Raises StageError: names the largest values that are alive together, and their sizes.
     """
     try:
         # Not with data propagation: that writes the values of a ConstantOfShape out, 2^31 of them in hours.

@@ -53,8 +53,7 @@ def adopt(original: ir.Model, opset: int) -> Adopted:
         original: names and module paths are written into it.
         opset: the least version of ONNX's own operators.
 
-    Raises:
-        StageError: a version that can't be raised or is not known here, a sparse initializer.
+    Raises StageError: a version that can't be raised or is not known here, a sparse initializer.
     """
     notes = [*_readable(original), *name_nodes(original)]
     stamp(original)

@@ -40,8 +40,7 @@ class Linear:
     def per_channel(self, array: Array, name: str) -> Array:
         """`array` as one number per output channel, where broadcasting it against y means just that.
 
-        Raises:
-            Declined: it varies along another axis, or broadcasting it would change the shape of y.
+        Raises Declined: it varies along another axis, or broadcasting it would change the shape of y.
         """
         if array.ndim <= self.rank:
             shape = (1,) * (self.rank - array.ndim) + array.shape
@@ -56,8 +55,7 @@ class Linear:
     def scaled(self, tape: Tape, scale: Array, shift: Array, tag: str) -> ir.Value:
         """The output of a new node that computes scale * y + shift, both one number per channel (float64).
 
-        Raises:
-            Declined: MatMul would need a bias, or the result doesn't fit the weights' type.
+        Raises Declined: MatMul would need a bias, or the result doesn't fit the weights' type.
         """
         node = self.node
         if node.op_type == "MatMul" and (shift.any() or self.bias.any()) and self.rank != 2:
@@ -114,8 +112,7 @@ class Linear:
 def behind(value: ir.Value | None) -> Linear | None:
     """The linear node that computes `value`, or None where something else does or its weight is not constant.
 
-    Raises:
-        Declined: its bias is computed, or not one number per channel.
+    Raises Declined: its bias is computed, or not one number per channel.
     """
     if value is None:
         return None

@@ -131,8 +131,7 @@ def fuse(
 ) -> Rewritten:
     """Applies the rules and keeps what is proved on `feeds`, of several sizes where axes are dynamic; see `prove`.
 
-    Raises:
-        StageError: the model can't be run, no feed is given, or the model is not valid before any rule fires.
+    Raises StageError: the model can't be run, no feed is given, or the model is not valid before any rule fires.
     """
     if not feeds:
         raise StageError("there is no feed to prove rewrites on", where="feeds")

@@ -150,8 +150,7 @@ def prove(
         types: element type of the unfused model's values (onnx numbers).
         floors: noise floor (relative L2) of values by name, where known; see `tolerance`.
 
-    Raises:
-        StageError: onnxruntime refuses the unfused model, or can't run it on a feed.
+    Raises StageError: onnxruntime refuses the unfused model, or can't run it on a feed.
     """
     changing = moving(unfused.graph)
     # Keyed by the object too: firings inside one body share what came of the node around it, which is proved once.

@@ -18,8 +18,7 @@ def prepare(model: Model) -> tuple[ir.Model, list[str]]:
     - Model-local functions are inlined where the versions they ask for allow it.
     - No value in a body has the name of one around it.
 
-    Raises:
-        StageError: a sparse initializer, which neither the runtime's optimiser nor TensorRT reads.
+    Raises StageError: a sparse initializer, which neither the runtime's optimiser nor TensorRT reads.
     """
     out = copied(as_ir(model))
     notes: list[str] = []

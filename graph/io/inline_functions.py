@@ -72,8 +72,7 @@ def refuse_endless(model: onnx.ModelProto) -> None:
 
     Nodes are counted without inlining: forty functions that each call the next one twice come to 2^40 nodes.
 
-    Raises:
-        StageError: names the function.
+    Raises StageError: names the function.
     """
     operators: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for function in model.functions:

@@ -49,8 +49,7 @@ def load(path: Path) -> onnx.ModelProto:
 def read_model(path: Path) -> ir.Model:
     """Reads a model with its external data; weights are read when they are first needed.
 
-    Raises:
-        StageError: not an ONNX file, or its data file is missing; names the tensor and the location it stores.
+    Raises StageError: not an ONNX file, or its data file is missing; names the tensor and the location it stores.
     """
     return as_ir(parts(path))
 
@@ -107,8 +106,7 @@ def read(path: Path) -> Light:
 
     Weights that lie inside of it are copied out of the message, which is let go.
 
-    Raises:
-        StageError: not an ONNX file, or a tensor in it that can't be one.
+    Raises StageError: not an ONNX file, or a tensor in it that can't be one.
     """
     try:
         model = onnx.load(str(path), format="protobuf", load_external_data=False)
@@ -226,8 +224,7 @@ def _from_file(path: Path, offset: int, dtype: np.dtype[Any], count: int) -> Arr
 def external_files(light: Light, path: Path) -> tuple[str, ...]:
     """Files that hold the external data of what `read` gave for `path`, relative to its folder, each once.
 
-    Raises:
-        StageError: a place outside of that folder, or nothing there; names the tensor.
+    Raises StageError: a place outside of that folder, or nothing there; names the tensor.
     """
     files: dict[str, None] = {}
     for tensor in filter(uses_external_data, tensors(light.model)):

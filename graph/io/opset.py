@@ -24,8 +24,7 @@ def opset_of(model: Model) -> int:
 def raise_opset(model: Model, to: int) -> ir.Model:
     """The model at opset `to`, or as it is where it is there already; value names stay.
 
-    Raises:
-        StageError: the opset is too old, or an operator can't be raised; names both versions.
+    Raises StageError: the opset is too old, or an operator can't be raised; names both versions.
     """
     model = as_ir(model)
     have = opset_of(model)

@@ -59,8 +59,7 @@ def refuse_broken(light: Light) -> None:
 def _refuse_doubled(light: Light) -> None:
     """Refuses a graph or function that gives one name to two values; an input may also be stored, as old files have it.
 
-    Raises:
-        StageError: names the value, and all that define it.
+    Raises StageError: names the value, and all that define it.
     """
     for graph in graphs(light.model):
         stored: list[str] = []
