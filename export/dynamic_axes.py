@@ -176,15 +176,13 @@ def settle(model: ir.Model, axes: Axes, runs: Iterable[tuple[Feed, Feed]]) -> No
         settled: list[int | str | None] = [None] * len(shapes[0])
         if output.shape is not None and len(output.shape) == len(settled):
             settled = [dim if isinstance(dim, int) else dim.value for dim in output.shape]
-        for axis in range(len(settled)):
-            if isinstance(settled[axis], str):
-                continue
+        for axis, declared_size in enumerate(settled):
             sizes = [shape[axis] for shape in shapes]
-            if len(set(sizes)) == 1:
+            if len(set(sizes)) == 1 and not isinstance(declared_size, str):
                 settled[axis] = sizes[0]
-            else:
+            elif not isinstance(declared_size, str):
                 same = [name for name, axis_sizes in sizes_by_name.items() if axis_sizes == sizes]
-                settled[axis] = same[0] if same else f"{output_name}_{axis}"
+                settled[axis] = [*same, f"{output_name}_{axis}"][0]
         output.shape = ir.Shape(settled)
 
 

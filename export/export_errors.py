@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 import traceback
 from collections.abc import Sequence
@@ -27,19 +26,17 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _AXIS = re.compile(r"(?:L\['(\w+)'\]((?:\[[^\]]+\])*)\.size\(\)\[(\d+)\]|inputs((?:\['?\w+'?\])+)\.shape\[(\d+)\])")
 _FIXED = re.compile(r"(?:to be a constant|a static shape of) \(?(\d+)\)?")
 
-_VALUE = "make it a tensor operation (torch.where, masking, torch.cond), or compute it outside of the model"
 # (pattern in the exception's text, construct, what to change); the first match wins.
 _CONSTRUCTS = (
     (r"data-dependent|specialized integer|GuardOnDataDependentSymNode",
-     "Python control flow (if, while, assert) depends on a tensor's value", _VALUE),
+     "Python control flow (if, while, assert) or a Python number (.item(), int(), float()) depends on a tensor's value",
+     "make it a tensor operation (torch.where, masking, torch.cond), or compute it outside of the model"),
     (r"\.numpy\(\) is not supported|converting.*numpy|__array__",
      "a tensor is turned into a numpy array", "stay in torch: numpy is not traced"),
     (r"attributes? .*(?:assigned|mutated)|was assigned during export",
      "forward() assigns a tensor to an attribute of the module", "keep no state: make it an input and an output"),
 )  # fmt: skip
 _UNEXPLAINED = "change what forward() does there; --debug shows the whole traceback"
-_NUMPY = re.compile(r"\.numpy\(|\b(?:np|numpy)\.\w+(?:\.\w+)*\(")
-_TO_NUMBER = re.compile(r"\.item\(|\.tolist\(|\b(?:int|float|bool|range)\(")
 
 
 def blame(error: BaseException, call: Call, axes: Axes, root: Path) -> StageError:
@@ -73,9 +70,6 @@ def blame(error: BaseException, call: Call, axes: Axes, root: Path) -> StageErro
     where = _where(running[-1] if running else "", source(places, root))
     for pattern, construct, change in _CONSTRUCTS:
         if re.search(pattern, text, re.IGNORECASE):
-            file, line = innermost(places) or ("", 0)
-            if change is _VALUE and _TO_NUMBER.search(linecache.getline(file, line)):
-                construct = "a tensor's value becomes a Python number (.item(), int(), float(), .tolist())"
             return StageError(f"the exporter can't follow this: {construct}", where=where, hint=change)
     return StageError(
         f"the exporter failed: {type(chain[-1]).__name__}: {_first_line(chain[-1])}", where=where, hint=_UNEXPLAINED
@@ -169,19 +163,6 @@ def _fixing_line(frames: Sequence[FrameType], root: Path) -> str:
 
 def _no_operator(node: fx.Node, chain: Sequence[BaseException], root: Path) -> StageError:
     """The error for a node that the exporter can't convert."""
-    needed = {node}
-    for candidate in reversed(node.graph.nodes):
-        if candidate in needed:
-            needed.update(candidate.all_input_nodes)
-    for source_node in [candidate for candidate in node.graph.nodes if candidate in needed]:
-        if _NUMPY.search(str(source_node.meta.get("stack_trace") or "")):
-            # torch turns numpy's functions into operators that the user never wrote.
-            return StageError(
-                f"the exporter can't follow this: a tensor is turned into a numpy array, and {node.target} of that has "
-                "no counterpart in ONNX",
-                where=_origin(source_node, root),
-                hint="stay in torch: numpy is not traced",
-            )
     if not any("No ONNX function found" in str(link) for link in chain):
         # There is a counterpart, and writing it failed: torch's own words explain it best.
         return StageError(

@@ -13,14 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from layerline.backends.light import weightless
-from layerline.graph.analysis.ir_queries import (
-    first_output,
-    names,
-    optional_input,
-    reads,
-    stored_tensor,
-    subgraphs,
-)
+from layerline.graph.analysis.ir_queries import first_output, names, optional_input, reads, stored_tensor, subgraphs
 from layerline.graph.io.ir_convert import as_ir
 from layerline.pipeline.errors import StageError
 

@@ -84,15 +84,12 @@ def compare_within(reference: Path, candidate: Path, data: Path, memory: int, fu
     arrays = npz.read(data)
     models = [_read(path, arrays, memory) for path in (reference, candidate)]
     feeds, notes = _feeds(arrays, _joint_inputs(models[0], models[1], candidate.name), data.name)
-    try:
-        return _compared(models[0], models[1], feeds, notes, log, further)
-    except StageError:
-        for path, model in zip((reference, candidate), models, strict=True):
-            try:
-                OnnxRuntime().open(model)
-            except StageError as error:  # of the file that is at fault
-                raise StageError(error.what, where=path.name, hint=error.hint) from error
-        raise
+    for path, model in zip((reference, candidate), models, strict=True):
+        try:
+            OnnxRuntime().open(model)
+        except StageError as error:
+            raise StageError(error.what, where=path.name, hint=error.hint) from error
+    return _compared(models[0], models[1], feeds, notes, log, further)
 
 
 def compare_stages(reference: Path, candidate: Path, log: Log, further: Further) -> Report:

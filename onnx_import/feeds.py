@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,7 +80,7 @@ def from_samples(feeder: Feeder, samples: Samples, count: int, ranges: Mapping[s
     first = samples.sizes(batch)
     error = feeder.refuses(samples.feed(first))
     if error:
-        raise _misfit(feeder, samples, first, batches, error)
+        raise _misfit(feeder, samples, first, error)
     feeds = [samples.feed(first), *_next(feeder, samples, count, batch, first), *feeder.vary(samples, first)]
     feeds += feeder.taken(_over(feeds[0], {name: span}) for name, span in ranges.items())
     # Samples are rarely negative, and would not show a division that rounds the other way below zero.
@@ -98,22 +98,16 @@ def _over(feed: Feed, ranges: Mapping[str, Range]) -> Feed:
     return changed
 
 
-def _misfit(
-    feeder: Feeder, samples: Samples, first: Mapping[str, int], batches: Iterable[str], error: str
-) -> StageError:
+def _misfit(feeder: Feeder, samples: Samples, first: Mapping[str, int], error: str) -> StageError:
     """The error for samples that the model refuses; if it runs on another number of them, with that number."""
-    batches = sorted(batches)
-    tried = {first[name] for name in batches}
+    batches = {name: first[name] for name in sorted(samples.batches())}
     for size in (1, 4, 8, 16, 32, 64, 3):
-        if not batches or size in tried:
-            continue
         sizes = dict.fromkeys(batches, size)
-        if feeder.refuses(samples.feed({**first, **sizes})) is None:
-            wanted = sizes_text({name: first[name] for name in batches})
+        if batches and feeder.refuses(samples.feed({**first, **sizes})) is None:
             declaration = ", ".join(f"{name}: {size}" for name in batches)
             return StageError(
-                f"the model runs only at {sizes_text(sizes)}, not at {wanted}, though its file says that this size "
-                f"varies: {error}",
+                f"the model runs only at {sizes_text(sizes)}, not at {sizes_text(batches)}, though its file says that "
+                f"this size varies: {error}",
                 where="data",
                 hint=f"that size is written into the node named: dims: {{{declaration}}}",
             )

@@ -70,10 +70,7 @@ def compare_in_parts(
     elements: Callable[[Feed], Mapping[str, int]],
     tolerances: Mapping[str, float] | None = None,
 ) -> tuple[tuple[LayerDiff, ...], tuple[str, ...]]:
-    """`compare`, also for models of different opsets, whose inner values have to leave the runtime.
-
-    For those, the outputs are compared on all feeds, and inner values on the feeds whose values can be held at once. If
-    there is no such feed, they are compared on the smallest one, in several runs.
+    """`compare`, also for models of different opsets, whose inner values have to leave the runtime: in several runs.
 
     Args:
         elements: gives the elements of every value of the reference's main graph on a feed.
@@ -84,32 +81,22 @@ def compare_in_parts(
     why = why_two_sessions(reference, candidate)
     if why is None:
         return compare(reference, candidate, feeds, tolerances=tolerances), ()
-    counts = [elements(feed) for feed in feeds]
-    # Four bytes an element, on two sides.
-    sizes = [8 * sum(counts_of_feed.values()) for counts_of_feed in counts]
-    chosen = [index for index, size in enumerate(sizes) if size <= HELD]
-    if not chosen:
-        chosen = [sizes.index(min(sizes))]
-    largest = max(chosen, key=lambda index: sizes[index])
     pairs = pair_values(reference, candidate)
     rows = {row.name: row for row in compare(reference, candidate, feeds, pairs={}, tolerances=tolerances)}
     index_sources = pointers(reference.graph)
     outputs = set(names(reference.graph.outputs))
-    chosen_feeds = [feeds[index] for index in chosen]
-    for part in _parts([value for value in pairs if value not in rows], counts[largest]):
+    largest = max(map(elements, feeds), key=lambda counts: sum(counts.values()))
+    for part in _parts([value for value in pairs if value not in rows], largest):
         wanted = set(part)
         for value in part:
             # An index is judged by what it points at, which has to be there.
             if value in index_sources and index_sources[value].data in pairs:
                 wanted.add(index_sources[value].data)
         part_pairs = {value: pairs[value] for value in pairs if value in wanted and value not in outputs}
-        for row in compare(reference, candidate, chosen_feeds, pairs=part_pairs, tolerances=tolerances):
+        for row in compare(reference, candidate, feeds, pairs=part_pairs, tolerances=tolerances):
             if row.name in part:
                 rows[row.name] = row
-    notes = [why]
-    if len(chosen) < len(feeds):
-        notes.append(f"inner values on {len(chosen)} of {len(feeds)} feeds: memory")
-    return tuple(rows[value] for value in pairs if value in rows), tuple(notes)
+    return tuple(rows[value] for value in pairs if value in rows), (why,)
 
 
 def _parts(values: Sequence[str], elements: Mapping[str, int]) -> Iterator[list[str]]:

@@ -12,14 +12,7 @@ import onnx_ir as ir
 from onnx import helper
 
 from layerline.backends.base import MODULE
-from layerline.graph.analysis.ir_queries import (
-    Array,
-    first_output,
-    fresh_name,
-    model_nodes,
-    names,
-    value_names,
-)
+from layerline.graph.analysis.ir_queries import Array, first_output, fresh_name, model_nodes
 from layerline.graph.fusion.fuse import rewrite
 from layerline.graph.fusion.rules import RULES
 from layerline.graph.io.canonicalize import prepare
@@ -63,7 +56,6 @@ def adopt(original: ir.Model, opset: int) -> Adopted:
     after = opset_of(raised)
     if after != before:
         notes.append(f"raised from opset {before} to {after}")
-        _inherit(prepared, raised)
     _readable(raised)
     name_nodes(raised)
     stamp(raised)
@@ -192,18 +184,3 @@ def _readable(model: ir.Model) -> list[str]:
     if model.ir_version >= before:
         return []
     return [f"ir_version {before} became {model.ir_version}, which onnxruntime reads"]
-
-
-def _inherit(before: ir.Model, raised: ir.Model) -> None:
-    """Gives nodes that a conversion added the module of the node that reads their value, in place."""
-    old_values = value_names(before)
-    for graph in raised.graphs():
-        module_of_reader: dict[str, str] = {}
-        for node in reversed(graph):
-            module_of_reader |= dict.fromkeys(names(node.inputs), node.metadata_props.get(MODULE, ""))
-        for node in reversed(graph):
-            output = first_output(node)
-            path = module_of_reader.get(output)
-            if path and output not in old_values and not node.metadata_props.get(MODULE):
-                node.metadata_props[MODULE] = path
-                module_of_reader |= dict.fromkeys(names(node.inputs), path)

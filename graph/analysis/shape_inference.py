@@ -52,10 +52,7 @@ class Symbols(ShapeInferenceContext):  # type: ignore[misc]  # the library ships
     """
 
     def __init__(
-        self,
-        opset_imports: Mapping[str, int] | None = None,
-        reserved: Iterable[str] = (),
-        unknown: str = UNKNOWN,
+        self, opset_imports: Mapping[str, int] | None = None, reserved: Iterable[str] = (), unknown: str = UNKNOWN
     ) -> None:
         super().__init__(opset_imports or {"": _LATEST_OPSET}, policy="override")
         self._elements: dict[ir.Value, list[Dim] | None] = {}

@@ -99,12 +99,7 @@ def rewrite(
     work.finish()
     _keep_declarations(original.graph, rewritten.graph)
     return Rewritten(
-        model=rewritten,
-        unfused=prepared,
-        types=types,
-        firings=firings,
-        declines=work.declines,
-        notes=tuple(notes),
+        model=rewritten, unfused=prepared, types=types, firings=firings, declines=work.declines, notes=tuple(notes)
     )
 
 

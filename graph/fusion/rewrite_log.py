@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from layerline.graph.fusion.verify_rewrites import Proof
 from layerline.pipeline.report import Row
 
 FILE = "rewrites.json"
-# A rule that declines at every layer of a deep network says so this often, then how often more.
-PER_RULE = 20
 
 
 def save(folder: Path, fused: Rewritten) -> None:
@@ -42,19 +39,11 @@ def fired(proofs: Iterable[Proof]) -> list[Row]:
 
 
 def declined(declines: Mapping[Site, str]) -> list[Row]:
-    """One row per rule and reason, at most `PER_RULE` a rule."""
-    # Of one reason given at several values the first value is shown, in the place of the last.
-    value_by_reason = {(site.rule, reason): site.value for site, reason in reversed(list(declines.items()))}
-    total = Counter(rule for rule, _ in value_by_reason)
-    shown: Counter[str] = Counter()
-    rows: list[Row] = []
-    for rule, reason in reversed(value_by_reason):
-        shown[rule] += 1
-        if shown[rule] <= PER_RULE:
-            rows.append({"rule": rule, "value": value_by_reason[rule, reason], "reason": reason})
-        elif shown[rule] == total[rule]:
-            rows.append({"rule": rule, "value": "", "reason": f"and {total[rule] - PER_RULE} more"})
-    return rows
+    """One row per rule and reason, with the first value that it is about."""
+    rows: dict[tuple[str, str], Row] = {}
+    for site, reason in declines.items():
+        rows.setdefault((site.rule, reason), {"rule": site.rule, "value": site.value, "reason": reason})
+    return list(rows.values())
 
 
 def undone(proof: Proof) -> str:

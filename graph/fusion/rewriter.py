@@ -57,11 +57,7 @@ class Rewriting:
         # Number of firings at the last shape inference; -1 before the first.
         self._inferred = -1
         # Inference may know less of a body's ends than the file says; `finish` falls back on these.
-        self._body_inputs: list[tuple[ir.Value, ir.Shape | None]] = []
-        self._body_outputs: dict[str | None, ir.Shape | None] = {}
-        for body in self._bodies():
-            self._body_inputs += [(value, value.shape) for value in body.inputs]
-            self._body_outputs.update((value.name, value.shape) for value in body.outputs)
+        self._body_shapes = {value.name: value.shape for value in self._body_ends()}
         # Read before the first inference overwrites them.
         self._declared_shapes = shape_inference.declared(model)
         self.unfused_names = {value.name for value in graph_values(model.graph) if value.name}
@@ -73,8 +69,11 @@ class Rewriting:
         self._value_names = value_names(model)
         self._node_names = node_names(model)
 
-    def _bodies(self) -> list[ir.Graph]:
-        return [graph for graph in self.model.graphs() if graph is not self.model.graph]
+    def _body_ends(self) -> Iterator[ir.Value]:
+        """Inputs and outputs of every body."""
+        for body in self.model.graph.subgraphs():
+            yield from body.inputs
+            yield from body.outputs
 
     def graphs(self) -> Iterator[ir.Graph]:
         """The main graph, then every body inside it; a body whose node went meanwhile is passed over."""
@@ -106,14 +105,10 @@ class Rewriting:
             self._inferred = len(self.firings)
 
     def finish(self) -> None:
-        """Infers the shapes of the rewritten model. Inputs and outputs of bodies keep their declared shapes where
-        inference has none."""
+        """Infers the shapes of the rewritten model; where nothing follows, ends of bodies keep their declared ones."""
         self.infer()
-        for value, declared_shape in self._body_inputs:
-            value.shape = value.shape or declared_shape
-        for body in self._bodies():
-            for output in body.outputs:
-                output.shape = output.shape or self._body_outputs.get(output.name)
+        for value in self._body_ends():
+            value.shape = value.shape or self._body_shapes.get(value.name)
         for graph in self.model.graphs():
             for value in graph_values(graph):
                 if value.shape is not None and not value.shape.is_static():

@@ -42,21 +42,9 @@ def as_ir(model: Model | Light) -> ir.Model:
                     where="model",
                     hint="put an Identity in front of it",
                 )
-    if not _is_sorted(out):
-        try:
-            out.graph.sort()
-        except ValueError as error:
-            raise StageError("not valid ONNX: nodes read each other's values in a circle", where="model") from error
+    # Runtimes sort nodes themselves, passes over the graph do not.
+    try:
+        out.graph.sort()
+    except ValueError as error:
+        raise StageError("not valid ONNX: nodes read each other's values in a circle", where="model") from error
     return out
-
-
-def _is_sorted(model: ir.Model) -> bool:
-    """Whether every node stands behind what it reads; runtimes sort nodes themselves, passes over the graph do not."""
-    passed: set[ir.Node] = set()
-    for node in model.graph.all_nodes():
-        for value in node.inputs:
-            maker = None if value is None else value.producer()
-            if maker is not None and maker not in passed:
-                return False
-        passed.add(node)
-    return True

@@ -231,8 +231,7 @@ def external_files(light: Light, path: Path) -> tuple[str, ...]:
         location = _place(tensor, path)[0]
         if not is_inside(location):
             raise StageError(
-                f"tensor {tensor.name!r} stores its data at {location!r}, outside the model's folder",
-                where=path.name,
+                f"tensor {tensor.name!r} stores its data at {location!r}, outside the model's folder", where=path.name
             )
         if not (path.parent / location).is_file():
             raise StageError(

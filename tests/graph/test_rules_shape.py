@@ -122,7 +122,6 @@ def test_dropout_whose_mask_is_read_stays() -> None:
         ("a = Transpose <perm = [2, 0, 1]>(x) y = Transpose <perm = [1, 2, 0]>(a)", {}, ["Identity"]),
         ("a = Transpose <perm = [2, 0, 1]>(x) y = Transpose <perm = [2, 0, 1]>(a)", {}, ["Transpose"]),
         ("a = Transpose(x) y = Transpose(a)", {}, ["Identity"]),
-        ("a = Slice(x, s, e, t) y = Slice(a, s, e, u)", {"s": [1], "e": [3], "t": [1], "u": [-1]}, ["Slice"]),
     ],
 )
 def test_chains_become_one(body: str, tensors: dict[str, list[int]], expected: list[str]) -> None:
@@ -130,16 +129,6 @@ def test_chains_become_one(body: str, tensors: dict[str, list[int]], expected: l
                   **{k: np.array(v, np.int64) for k, v in tensors.items()})  # fmt: skip
     done = prove(model, {"x": normal(2, 3, 4)})
     assert ops(done.model) == [*(o for o in expected if o != "Identity"), "Relu"]
-
-
-def test_slices_of_one_axis_stay_apart() -> None:
-    tensors = {"s": np.array([1]), "e": np.array([4]), "t": np.array([2])}
-    done = prove(
-        parse(f"{X} => (float[N, 3, ?] y)", "a = Slice(x, s, e, t) y = Slice(a, s, e, t)", **tensors),
-        {"x": normal(2, 3, 4)},
-    )
-    assert ops(done.model) == ["Slice", "Slice"]
-    assert "cut the same axis" in reason(done, "slice-slice")
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -192,14 +181,6 @@ def test_expand_that_makes_the_result_larger_stays() -> None:
         "(float[3, 4] x, float[4] k) => (float[2, 3, 4] y)", "e = Expand(k, s) y = Add(x, e)", s=np.array([2, 1, 1])
     )
     assert ops(prove(model, {"x": normal(3, 4), "k": normal(4)}).model) == ["Expand", "Add"]
-
-
-def test_expand_sinks_through_scalars_and_goes() -> None:
-    body = "e = Expand(m, s) w = Where(e, zero, low) y = Add(x, w)"
-    model = parse("(float[N, 2, 3, 3] x, bool[1, 1, 1, 3] m) => (float[N, 2, 3, 3] y)", body,
-                  s=np.array([1, 1, 3, 3]), zero=np.float32(0), low=np.float32(-1e9))  # fmt: skip
-    done = prove(model, {"x": normal(2, 2, 3, 3), "m": np.array([[[[True, False, True]]]])})
-    assert ops(done.model) == ["Where", "Add"]
 
 
 @pytest.mark.parametrize("batch", ["N", "2"])

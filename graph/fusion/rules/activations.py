@@ -222,19 +222,5 @@ def guard(work: Rewriting) -> None:
                 work.attempt("softmax-nan-guard", node, lambda node, tape, work: node.inputs[2])  # noqa: ARG005
             else:
                 out = node.outputs[0]
-                what = f"scores {name_of(scores) or ''} of {out.name} may be NaN or infinite: {_cause(scores, ranges)}"
+                what = f"scores {name_of(scores) or ''} of {out.name} may be NaN or infinite"
                 work.decline("softmax-nan-guard", out, what)
-
-
-def _cause(value: ir.Value | None, ranges: Ranges) -> str:
-    """The first value upwards that nothing bounds while all it is computed from is bounded; or an input."""
-    while value is not None:
-        producer = value.producer()
-        if producer is None:
-            break
-        unbounded = [v for v in producer.inputs if v is not None and not math.isfinite(ranges.magnitude(v))]
-        # All that it is computed from is bounded, so the operator itself loses the bound.
-        if not unbounded:
-            return f"{producer.op_type} {value.name} is not bounded"
-        value = unbounded[0]
-    return f"{name_of(value) or 'a value'} can hold anything"

@@ -8,14 +8,7 @@ from collections.abc import Callable, Hashable
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import (
-    constant,
-    constant_tensor,
-    is_random,
-    rank,
-    subgraphs,
-    trains,
-)
+from layerline.graph.analysis.ir_queries import constant, constant_tensor, is_random, rank, subgraphs, trains
 from layerline.graph.analysis.shape_functions import slice_bounds, takes_whole
 from layerline.graph.analysis.shape_inference import Symbols
 from layerline.graph.analysis.symbolic_sizes import sizes

@@ -11,7 +11,6 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import Array, constant, name_of, parent, rank
-from layerline.graph.analysis.shape_functions import slice_bounds
 from layerline.graph.analysis.shape_inference import Symbols
 from layerline.graph.analysis.symbolic_sizes import Sizes, sizes
 from layerline.graph.fusion.firing import Declined
@@ -130,39 +129,3 @@ def transpose(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  #
         return inner.inputs[0]
     sole(node.inputs[0], node)
     return tape.op("Transpose", [inner.inputs[0]], {"perm": both})
-
-
-@on("slice-slice", "Slice")
-def slices(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
-    """Slices along different axes, by constants."""
-    inner = parent(node.inputs[0], "Slice")
-    if inner is None:
-        return None
-    sole(node.inputs[0], node)
-    first = _bounds(inner)
-    second = _bounds(node)
-    if first is None or second is None:
-        raise Declined(f"the bounds of {node.outputs[0].name} or of the Slice before it are computed")
-    if set(first[2].tolist()) & set(second[2].tolist()):
-        # Bounds of the outer Slice count from where the inner one starts, and clamp to its end.
-        raise Declined(f"{node.outputs[0].name} and the Slice before it cut the same axis")
-    inputs = [inner.inputs[0]]
-    for name, inner_bound, outer_bound in zip(("starts", "ends", "axes", "steps"), first, second, strict=True):
-        joined = ir.tensor(np.concatenate([inner_bound, outer_bound]))
-        inputs.append(tape.initializer(joined, f"{node.outputs[0].name}/{name}"))
-    return tape.op("Slice", inputs)
-
-
-def _bounds(node: ir.Node) -> list[Array] | None:
-    """starts, ends, axes (not negative) and steps as int64 vectors of one length; None where one is computed."""
-    count = rank(node.inputs[0])
-    bounds = slice_bounds(Symbols(), node)
-    if bounds is None or count is None:
-        return None
-    vectors: list[Array] = []
-    for bound in bounds:
-        if not all(isinstance(number, int) for number in bound):
-            return None
-        vectors.append(np.array(bound, np.int64))
-    vectors[2] %= count
-    return vectors
