@@ -69,13 +69,10 @@ def measured(model: ir.Model, feeds: Iterable[Feed]) -> list[tuple[Feed, Shapes]
 
 
 def correct(model: ir.Model, runs: Sequence[tuple[Feed, Shapes]]) -> list[str]:
-    """Gives every wrongly declared size of an inner value a name of its own, in place.
+    """Gives every wrongly declared size of an inner value a name of its own, in place; returns those values.
 
     A unique name lets a runtime assume nothing. Without a name it would infer the size, and its inference may be what
     was wrong in the first place.
-
-    Returns:
-        The values whose shape was wrong.
     """
     runs_with_symbols = [(_symbols(model, feed), sizes_by_value) for feed, sizes_by_value in runs]
     wrong: list[str] = []

@@ -105,18 +105,14 @@ def _check(axes: Axes, feed: Feed, name: str, bound: Axis) -> None:
         raise ConfigError(f"{name!r} ties axes whose sizes in the example differ: {sorted(sizes)}", where=where)
     size = sizes.pop()
     if bound.max is not None and bound.max < 2 * bound.step:
-        raise ConfigError(
-            f"bounds of {name!r} leave nothing to vary: max {bound.max}, multiple {bound.step}",
-            where=where,
-            hint="a dynamic axis needs room for two multiples; leave a fixed axis out",
-        )
+        what = f"bounds of {name!r} leave nothing to vary: max {bound.max}, multiple {bound.step}"
+        raise ConfigError(what, where=where, hint="a dynamic axis needs room for two multiples; leave a fixed axis out")
     above = bound.max is not None and size > bound.max
     if size % bound.step or size < (bound.min or 1) or above:
         limits = {"min": bound.min, "max": bound.max, "multiple": bound.step}
         declared = ", ".join(f"{key} {limit}" for key, limit in limits.items() if limit)
-        raise ConfigError(
-            f"the example's size {size} of {name!r} is outside its declared bounds: {declared}", where=where
-        )
+        what = f"the example's size {size} of {name!r} is outside its declared bounds: {declared}"
+        raise ConfigError(what, where=where)
 
 
 def write(model: ir.Model, axes: Axes) -> None:
@@ -137,11 +133,9 @@ def write(model: ir.Model, axes: Axes) -> None:
                 raise baked(input_name, axis, name, symbol or str(dim))
             # torch found that the model works only where both are of one size.
             if symbols.setdefault(symbol, name) != name:
-                raise StageError(
-                    f"the model needs {symbols[symbol]!r} and {name!r} to be the same size",
-                    where=f"input {input_name}, axis {axis}",
-                    hint="give both the same name in `dynamic`",
-                )
+                what = f"the model needs {symbols[symbol]!r} and {name!r} to be the same size"
+                hint = "give both the same name in `dynamic`"
+                raise StageError(what, where=f"input {input_name}, axis {axis}", hint=hint)
             step = axes.bounds[name].step
             steps = re.fullmatch(rf"{step}\*(\w+)", symbol)
             if step > 1 and steps is not None:

@@ -79,11 +79,7 @@ class Call:
         return {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor)}
 
     def run(self, feed: Feed, module: nn.Module | None = None) -> dict[str, Array]:
-        """Outputs of a first call of the module, by output name. Raises whatever forward() raises.
-
-        Args:
-            module: a module to call instead.
-        """
+        """Outputs of a first call of the module, or another, by output name. Raises whatever forward() raises."""
         args, kwargs = self.arguments(feed)
         if module is None:
             module = self.pristine()
@@ -140,9 +136,7 @@ class Call:
 def call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Calls the module once on example arguments and names what goes in and comes out.
 
-    Raises:
-        TaskError: the arguments do not fit forward(), two have one name, or forward() raises on them.
-        StageError: forward() returns something that is not made of tensors, or no tensor; names it.
+    Raises TaskError where the arguments do not fit or forward() raises, StageError where it returns no tensors.
     """
     method = f"{type(module).__name__}.forward()"
     # Before the first call, which may leave state behind.
@@ -182,13 +176,7 @@ def call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
 
 
 class ModuleSession:
-    """A module in eval mode.
-
-    Args:
-        module: with the weights that are to be run.
-        args: positional arguments of an example call, from which inputs and outputs get their names.
-        kwargs: its keyword arguments.
-    """
+    """Runs a module in eval mode; inputs and outputs get their names from the arguments of an example call."""
 
     def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._call = call(module, args, kwargs)
@@ -209,15 +197,13 @@ def refuse_training(module: nn.Module) -> None:
     """Checks that eval() reached every module. Raises StageError for one that is still in training mode."""
     for path, inner in module.named_modules():
         if inner.training:
-            raise StageError(
-                f"the {type(inner).__name__} is still in training mode after eval()",
-                where=place_of(path),
-                hint="its train() or eval() is overridden, or it is switched back: let eval() reach it",
-            )
+            what = f"the {type(inner).__name__} is still in training mode after eval()"
+            hint = "its train() or eval() is overridden, or it is switched back: let eval() reach it"
+            raise StageError(what, where=place_of(path), hint=hint)
 
 
 def check_range(call: Call, name: str, low: int, high: int) -> None:
-    """Checks a declared range of an integer input, or of a mask, where the range says what is fed beside the example.
+    """Checks a declared range of an integer input, or of a mask, where it says what is fed beside the example.
 
     Raises ConfigError: no such input, not of integers, or the example lies outside.
     """
@@ -277,9 +263,8 @@ def _leaves(result: Any) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
             )
     if not tensors:
         returned = ", ".join(f"{name} = {value!r}" for name, value in constants.items()) or "None"
-        raise StageError(
-            f"forward() returns no tensor, only {returned}", where="model", hint="return the model's results as tensors"
-        )
+        what = f"forward() returns no tensor, only {returned}"
+        raise StageError(what, where="model", hint="return the model's results as tensors")
     return tensors, constants
 
 

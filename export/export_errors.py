@@ -71,9 +71,8 @@ def blame(error: BaseException, call: Call, axes: Axes, root: Path) -> StageErro
     for pattern, construct, change in _CONSTRUCTS:
         if re.search(pattern, text, re.IGNORECASE):
             return StageError(f"the exporter can't follow this: {construct}", where=where, hint=change)
-    return StageError(
-        f"the exporter failed: {type(chain[-1]).__name__}: {_first_line(chain[-1])}", where=where, hint=_UNEXPLAINED
-    )
+    what = f"the exporter failed: {type(chain[-1]).__name__}: {_first_line(chain[-1])}"
+    return StageError(what, where=where, hint=_UNEXPLAINED)
 
 
 def _first_line(error: BaseException) -> str:
@@ -102,11 +101,9 @@ def dropped(program: ExportedProgram, root: Path) -> StageError | None:
     if node_and_share is None:
         return None
     node, share = node_and_share
-    return StageError(
-        f"{node.target} drops values at random (p={share}): it is in training mode",
-        where=_origin(node, root),
-        hint="use nn.Dropout, which eval() switches off, or pass training=self.training",
-    )
+    what = f"{node.target} drops values at random (p={share}): it is in training mode"
+    hint = "use nn.Dropout, which eval() switches off, or pass training=self.training"
+    return StageError(what, where=_origin(node, root), hint=hint)
 
 
 def unrolled(error: StageError, module: nn.Module) -> StageError:
@@ -165,16 +162,11 @@ def _no_operator(node: fx.Node, chain: Sequence[BaseException], root: Path) -> S
     """The error for a node that the exporter can't convert."""
     if not any("No ONNX function found" in str(link) for link in chain):
         # There is a counterpart, and writing it failed: torch's own words explain it best.
-        return StageError(
-            f"the exporter could not convert {node.target}: {type(chain[-1]).__name__}: {_first_line(chain[-1])}",
-            where=_origin(node, root),
-            hint=_UNEXPLAINED,
-        )
-    return StageError(
-        f"{node.target} has no counterpart in ONNX",
-        where=_origin(node, root),
-        hint="write it with operators that ONNX has, or compute it outside of the model",
-    )
+        what = f"the exporter could not convert {node.target}: {type(chain[-1]).__name__}: {_first_line(chain[-1])}"
+        return StageError(what, where=_origin(node, root), hint=_UNEXPLAINED)
+    what = f"{node.target} has no counterpart in ONNX"
+    hint = "write it with operators that ONNX has, or compute it outside of the model"
+    return StageError(what, where=_origin(node, root), hint=hint)
 
 
 def _origin(node: fx.Node, root: Path) -> str:

@@ -53,11 +53,9 @@ def traceable(module: nn.Module) -> Iterator[None]:
                 forward = partial(_intx_forward, inner)
             elif isinstance(inner, FakeQuantize):
                 if int(inner.observer_enabled[0]):
-                    raise StageError(
-                        "the observer of this FakeQuantize is on, so each call changes its scale",
-                        where=place_of(path),
-                        hint="model().apply(torch.ao.quantization.disable_observer) keeps the scales as they are",
-                    )
+                    what = "the observer of this FakeQuantize is on, so each call changes its scale"
+                    hint = "model().apply(torch.ao.quantization.disable_observer) keeps the scales as they are"
+                    raise StageError(what, where=place_of(path), hint=hint)
                 forward = partial(_forward, inner, quantizes=bool(inner.fake_quant_enabled[0]))
             if forward is not None:
                 inner.forward = forward

@@ -27,11 +27,7 @@ def fits(array: Array, low: int, high: int) -> bool:
 
 
 def feeds(feed: Feed, ranges: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, dict[str, Array]]]:
-    """The example with its masks padded, all at once: a label, and the feed.
-
-    Args:
-        ranges: declared (low, high) by input; a mask with only one value in its range is not padded.
-    """
+    """The example with its masks padded, all at once: a label, and the feed. A mask with one declared value stays."""
     masks = {n: a for n, a in feed.items() if is_mask(n, a) and ranges.get(n, (0, 1)) == (0, 1)}
     if not masks:
         return

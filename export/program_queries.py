@@ -49,9 +49,7 @@ def drawn(program: ExportedProgram) -> dict[str, str]:
 def first_drawn(program: ExportedProgram, nodes: Mapping[str, str], lines: Mapping[str, str]) -> str:
     """The first random operator with its line, in words; empty where there is none.
 
-    Args:
-        nodes: program node of each value, by value name.
-        lines: line of each value, in topological order.
+    `nodes` and `lines` give the program node and the line of each value, in topological order.
     """
     random = drawn(program)
     for value, line in lines.items():

@@ -20,12 +20,7 @@ FILE = "signature.json"
 
 
 def bounds(dims: Mapping[str, Dim], fixed: Mapping[str, int] | None = None) -> dict[str, str]:
-    """The sizes that a model can be deployed at, as a metric of a report; empty if none varies.
-
-    Args:
-        dims: bounds of each symbolic dimension.
-        fixed: sizes of dimensions that are symbolic in the file, but can't vary.
-    """
+    """The sizes that a model can be deployed at, as a metric of a report; empty if none varies. `fixed` can't vary."""
     parts = [f"{name} fixed at {size}" for name, size in (fixed or {}).items()]
     for name, dim in dims.items():
         step = f" in steps of {dim.multiple}" if dim.multiple > 1 else ""

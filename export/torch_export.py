@@ -233,11 +233,9 @@ def _refuse_state(program: ExportedProgram) -> None:
     changed = [s.target for s in program.graph_signature.output_specs if s.kind is OutputKind.BUFFER_MUTATION]
     if changed:
         owner = str(changed[0]).rpartition(".")[0]
-        raise StageError(
-            f"forward() changes the buffer {changed[0]!r}, as a BatchNorm in training mode does",
-            where=place_of(owner),
-            hint="the exported model keeps no state: use stored statistics, or make the state an input and an output",
-        )
+        what = f"forward() changes the buffer {changed[0]!r}, as a BatchNorm in training mode does"
+        hint = "the exported model keeps no state: use stored statistics, or make the state an input and an output"
+        raise StageError(what, where=place_of(owner), hint=hint)
 
 
 def _ranges(program: ExportedProgram, call: Call, axes: Axes) -> dict[str, tuple[int, int | None]]:

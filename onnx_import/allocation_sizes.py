@@ -23,13 +23,9 @@ _FAILS = (RuntimeError, ValueError, TypeError, onnx.shape_inference.InferenceErr
 
 
 def refuse_large(model: ir.Model, limit: int, hint: str) -> None:
-    """Refuses a graph whose values can't be held, with sizes that are open taken as 1.
+    """Refuses a graph whose values can't be held in `limit` bytes, with sizes that are open taken as 1.
 
-    Args:
-        limit: bytes that may be alive at once.
-        hint: where the limit is set.
-
-    Raises StageError: names the largest values that are alive together, and their sizes.
+    Raises StageError: names the largest values that are alive together. `hint` says what sets the limit.
     """
     try:
         # Not with data propagation: that writes the values of a ConstantOfShape out, 2^31 of them in hours.
@@ -46,11 +42,8 @@ def refuse_large(model: ir.Model, limit: int, hint: str) -> None:
         listed = ", ".join(f"{makers[value].op_type} {value} of {_gigabytes(sizes[value])}" for value in largest)
         if len(alive) > 3:
             listed += f" and {len(alive) - 3} more"
-        raise StageError(
-            f"it holds {_gigabytes(total)} at once for any input, and may take {_gigabytes(limit)}: {listed}",
-            where=f"node {makers[largest[0]].name or makers[largest[0]].op_type}",
-            hint=hint,
-        )
+        what = f"it holds {_gigabytes(total)} at once for any input, and may take {_gigabytes(limit)}: {listed}"
+        raise StageError(what, where=f"node {makers[largest[0]].name or makers[largest[0]].op_type}", hint=hint)
 
 
 def refuse_endless(model: ir.Model) -> None:

@@ -57,9 +57,7 @@ class Further:
 def compare_files(reference: Path, candidate: Path, data: Path, log: Log, further: Further) -> Report:
     """Compares two files in a process of its own, whose memory and time are bounded.
 
-    Raises:
-        StageError: a file that is no ONNX or can't be run, or that takes too much memory or time.
-        ConfigError: the two take other inputs, or the samples don't fit them.
+    Raises StageError for a file that can't be run or takes too much, ConfigError for inputs or samples that don't fit.
     """
     # The other process works in another folder. Links stay: external data lies beside them.
     paths = [path.absolute() for path in (reference, candidate, data)]
@@ -95,9 +93,7 @@ def compare_within(reference: Path, candidate: Path, data: Path, memory: int, fu
 def compare_stages(reference: Path, candidate: Path, log: Log, further: Further) -> Report:
     """Compares the models in two artifacts on the probes of the first, in this process.
 
-    Raises:
-        StageError: a model that onnxruntime can't run.
-        ConfigError: the two take other inputs.
+    Raises StageError for a model that onnxruntime can't run, ConfigError where the two take other inputs.
     """
     models = [onnx_files.read_model(folder / onnx_files.FILE) for folder in (reference, candidate)]
     # An emulation adds values, and gives those that it rounds under their names.
@@ -210,11 +206,8 @@ def _feeds(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) -> 
         return [samples.feed(samples.sizes(1), turn) for turn in range(samples.count)], []
     fixed = {int(v.shape[0]) for v in inputs if samples.stacked(v) and isinstance(v.shape[0], int)}
     if len(fixed) > 1:
-        raise ConfigError(
-            f"the models fix the first axes of inputs to {sorted(fixed)}, so samples can't be cut along them",
-            where=where,
-            hint="give whole inputs with one axis more in front",
-        )
+        what = f"the models fix the first axes of inputs to {sorted(fixed)}, so samples can't be cut along them"
+        raise ConfigError(what, where=where, hint="give whole inputs with one axis more in front")
     step = next(iter(fixed), samples.count)
     feeds = [samples.feed(samples.sizes(step), turn) for turn in range(0, samples.count, step)]
     rest = samples.count % step

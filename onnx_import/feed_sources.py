@@ -110,10 +110,8 @@ class Samples:
                 if axis == 0 and self.stacked(value):
                     size = 1 if self.whole else batch
                 if sizes.setdefault(dim, size) != size:
-                    raise ConfigError(
-                        f"the array gives the dimension {dim!r} the size {size}, another gives it {sizes[dim]}",
-                        where=f"data: {value.name}",
-                    )
+                    what = f"the array gives the dimension {dim!r} the size {size}, another gives it {sizes[dim]}"
+                    raise ConfigError(what, where=f"data: {value.name}")
         return sizes
 
     def batches(self) -> set[str]:
@@ -179,11 +177,9 @@ def _cast(array: Array, value: Value, where: str) -> Array:
     dtype = np.dtype(value.dtype)
     if not _fits(array, value):
         shape = ", ".join(map(str, value.shape))
-        raise ConfigError(
-            f"the array has the shape {array.shape}, the model takes ({shape})",
-            where=place,
-            hint="stack samples along the first axis, or give whole inputs with one axis more in front",
-        )
+        what = f"the array has the shape {array.shape}, the model takes ({shape})"
+        hint = "stack samples along the first axis, or give whole inputs with one axis more in front"
+        raise ConfigError(what, where=place, hint=hint)
     if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind"):
         raise ConfigError(f"the array holds {array.dtype}, the model takes {dtype}", where=place)
     return checked_cast(array, dtype, value.name, where)

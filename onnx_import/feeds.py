@@ -49,9 +49,8 @@ def ranges(model: ir.Model, inputs: Sequence[Value], declared: Mapping[str, Rang
     for name in declared:
         if name not in integers:
             names = ", ".join(sorted(integers)) or "none"
-            raise ConfigError(
-                f"there is no integer input {name!r}", where=f"ranges.{name}", hint=f"integer inputs: {names}"
-            )
+            what = f"there is no integer input {name!r}"
+            raise ConfigError(what, where=f"ranges.{name}", hint=f"integer inputs: {names}")
     ranges: dict[str, Range] = {}
     for name in sorted(integers):
         rows = table_rows(model, name)
@@ -61,14 +60,9 @@ def ranges(model: ir.Model, inputs: Sequence[Value], declared: Mapping[str, Rang
 
 
 def from_samples(feeder: Feeder, samples: Samples, count: int, ranges: Mapping[str, Range]) -> Fed:
-    """Feeds of samples: the first ones, the next ones, other sizes, and integers over their whole range.
+    """Feeds of samples: the first ones, `count` more, other sizes, and integers over their whole range.
 
-    Args:
-        count: samples to take after the first ones.
-
-    Raises:
-        StageError: the model refuses the samples.
-        ConfigError: samples outside of a range.
+    Raises StageError where the model refuses the samples, ConfigError where they lie outside of a range.
     """
     for name, (low, high) in ranges.items():
         array = samples.arrays[name]
@@ -132,11 +126,9 @@ def from_nothing(feeder: Feeder, ranges: Mapping[str, Range]) -> Fed:
         feeds = [source.feed(first), *feeder.vary(source, first), *others]
         values = {value.name: _in_words(value, source, ranges) for value in feeder.inputs}
         return Fed(feeds=feeds, ranges=ranges, values=values)
-    raise StageError(
-        f"no inputs were found that the model runs on; {first_error}",
-        where="import-onnx",
-        hint="give samples (`data: samples.npz`), or sizes and ranges (`dims: {name: size}`, `ranges: {input: …}`)",
-    )
+    what = f"no inputs were found that the model runs on; {first_error}"
+    hint = "give samples (`data: samples.npz`), or sizes and ranges (`dims: {name: size}`, `ranges: {input: …}`)"
+    raise StageError(what, where="import-onnx", hint=hint)
 
 
 def _next(feeder: Feeder, samples: Samples, count: int, batch: int, first: Mapping[str, int]) -> list[Feed]:

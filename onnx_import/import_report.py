@@ -34,15 +34,10 @@ HELD = 256 << 20
 def unchanged(
     adopted: Adopted, feeds: Sequence[Feed], elements: Callable[[Feed], Mapping[str, int]], tolerance: float | None
 ) -> tuple[tuple[LayerDiff, ...], list[str]]:
-    """Compares every value of the adopted model with the file's. Values that follow a random operator aren't judged.
+    """Compares every value of the adopted model with the file's; gives the rows, and notes.
 
-    Args:
-        elements: gives the elements of every value of the original's main graph on a feed.
-        tolerance: greatest relative L2 error; None for the noise floor, measured as the fuse stage does. No floor is
-            needed where all values are equal.
-
-    Returns:
-        The rows, and notes.
+    Values that follow a random operator aren't judged, the others by `tolerance` (relative L2), or by the noise floor,
+    measured as the fuse stage does, where some value differs.
     """
     original = adopted.original
     random = drawn(original)
@@ -72,11 +67,7 @@ def compare_in_parts(
 ) -> tuple[tuple[LayerDiff, ...], tuple[str, ...]]:
     """`compare`, also for models of different opsets, whose inner values have to leave the runtime: in several runs.
 
-    Args:
-        elements: gives the elements of every value of the reference's main graph on a feed.
-
-    Returns:
-        The rows, and notes.
+    `elements` gives the elements of every value of the reference's main graph on a feed. Returns rows, and notes.
     """
     why = why_two_sessions(reference, candidate)
     if why is None:

@@ -42,11 +42,8 @@ class Adopted:
 def adopt(original: ir.Model, opset: int) -> Adopted:
     """Names the nodes, inlines functions, makes initializers that were inputs constants, raises the opset.
 
-    Args:
-        original: names and module paths are written into it.
-        opset: the least version of ONNX's own operators.
-
-    Raises StageError: a version that can't be raised or is not known here, a sparse initializer.
+    Names and module paths are written into `original`. Raises StageError: a version that can't be raised or is not
+    known here, or a sparse initializer.
     """
     notes = [*_readable(original), *name_nodes(original)]
     stamp(original)
@@ -65,12 +62,8 @@ def adopt(original: ir.Model, opset: int) -> Adopted:
 def freeze(model: ir.Model, values: Mapping[str, float | Sequence[float]]) -> dict[str, Array]:
     """Makes inputs constants, in place: each gets one number throughout, or a number for each place of its one axis.
 
-    Returns:
-        The arrays that the original has to be fed with instead.
-
-    Raises:
-        ConfigError: no such input, one whose shape varies, another count of numbers than elements, or a number that its
-            type can't hold.
+    Returns the arrays that the original has to be fed with instead. Raises ConfigError: no such input, one whose shape
+    varies, another count of numbers than elements, or a number that its type can't hold.
     """
     graph = model.graph
     inputs = {value.name or "": value for value in graph.inputs}
@@ -173,11 +166,8 @@ def _readable(model: ir.Model) -> list[str]:
     newest = onnx.defs.onnx_opset_version()
     opset = opset_of(model)
     if opset > newest:
-        raise StageError(
-            f"the model is at opset {opset}; the installed onnx knows versions up to {newest}",
-            where="opset",
-            hint="update onnx, or export the model at a lower opset",
-        )
+        what = f"the model is at opset {opset}; the installed onnx knows versions up to {newest}"
+        raise StageError(what, where="opset", hint="update onnx, or export the model at a lower opset")
     imports = [helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
     needed: int = helper.find_min_ir_version_for(imports, ignore_unknown=True)
     model.ir_version = max(needed, IR_VERSION)

@@ -31,12 +31,8 @@ Places = dict[str, list[tuple[str, int]]]
 def name(model: ir.Model, ranks: Mapping[str, int]) -> Places:
     """Names the unnamed sizes of the inputs `<input>_dim<axis>`, in place. Returns all dimensions that vary.
 
-    Args:
-        ranks: ranks of inputs whose shape the file leaves out.
-
-    Raises:
-        StageError: an input or output is of a type that can't be fed or read, or an input holds text, or has no shape
-            and is not in `ranks`; names the first.
+    `ranks` are those of inputs whose shape the file leaves out. Raises StageError: an input or output can't be fed or
+    read, or an input has no shape and is not in `ranks`.
     """
     for value in fed(model):
         _refuse_type("input", value, _NOT_INPUTS)
@@ -48,11 +44,9 @@ def name(model: ir.Model, ranks: Mapping[str, int]) -> Places:
             raise StageError("the input is text", where=input_name, hint="cut the tokeniser off: feed numbers")
         if isinstance(value.type, ir.TensorType) and value.shape is None:
             if input_name not in ranks:
-                raise StageError(
-                    "the file does not say how many axes this input has",
-                    where=input_name,
-                    hint="give samples: `data: samples.npz`, with one array per input",
-                )
+                what = "the file does not say how many axes this input has"
+                hint = "give samples: `data: samples.npz`, with one array per input"
+                raise StageError(what, where=input_name, hint=hint)
             value.shape = ir.Shape([None] * ranks[input_name])
         sizes = _sizes(value)
         for axis, size in enumerate(sizes):
@@ -93,9 +87,6 @@ def settle(model: ir.Model, places: Places, runs: Sequence[tuple[Feed, Mapping[s
     """Names the open sizes of the outputs, in place: after the dimension that they follow, else `<output>_dim<axis>`.
 
     A size that was the same on every feed is not taken for fixed: a detector finds any number of things.
-
-    Args:
-        runs: feeds of different sizes, each with the outputs it gave.
     """
     varied: dict[str, list[int]] = {}
     for dim_name, ((input_name, axis), *_) in places.items():
@@ -135,11 +126,9 @@ def _set_sizes(value: ir.Value, sizes: Sequence[Size]) -> None:
 def _refuse_type(what: str, value: ir.Value, refused: tuple[str, ...]) -> None:
     element_type = "UNDEFINED" if value.dtype is None else value.dtype.name
     if element_type.startswith(refused):
-        raise StageError(
-            f"the {what} is {element_type.lower()}, which numpy has not, so it can't be fed or read",
-            where=value.name or "",
-            hint="put a Cast to float32 behind that input, or before that output",
-        )
+        what = f"the {what} is {element_type.lower()}, which numpy has not, so it can't be fed or read"
+        hint = "put a Cast to float32 behind that input, or before that output"
+        raise StageError(what, where=value.name or "", hint=hint)
 
 
 def _is_open(size: Size) -> bool:

@@ -100,11 +100,7 @@ class Assembly:
         ir_version: int,
         functions: Iterable[ir.Function] = (),
     ) -> ir.Model:
-        """The model that computes `outputs` with these nodes, in this order.
-
-        Args:
-            inputs: values whose names, types and shapes the inputs get.
-        """
+        """The model that computes `outputs` with these nodes, in this order; its inputs are like `inputs`."""
         own_inputs: list[ir.Value] = []
         for value in inputs:
             own = self.value(value.name or "")

@@ -55,11 +55,8 @@ def select(switches: Mapping[str, bool]) -> tuple[Rule, ...]:
     names = [rule.name for rule in RULES]
     for name in switches:
         if name not in names:
-            raise ConfigError(
-                f"no fusion rule is called {name!r}; {did_you_mean(name, names, 0)}",
-                where="fuse.rules",
-                hint=f"rules: {', '.join(names)}",
-            )
+            what = f"no fusion rule is called {name!r}; {did_you_mean(name, names, 0)}"
+            raise ConfigError(what, where="fuse.rules", hint=f"rules: {', '.join(names)}")
     return tuple(rule for rule in RULES if switches.get(rule.name, True))
 
 
@@ -172,13 +169,10 @@ def guilty(
     denied: frozenset[Site] = frozenset(),
     fold_limit: int = 1 << 20,
 ) -> Firing | None:
-    """The firing after which the model is no longer good; None when it still is after all of them.
+    """The firing after which `good` no longer holds of the model; None when it still does after all of them.
 
     Rewriting is deterministic, so the model after the first k firings is well defined for every k. The search assumes
     that a spoilt model stays spoilt, and takes the model before the first firing for good.
-
-    Args:
-        good: judges a rewritten model against the unfused one, as `pipe debug fuse` does with the probe feeds.
     """
 
     def after(count: int | None) -> Rewritten:

@@ -97,7 +97,5 @@ def refuse_endless(model: onnx.ModelProto) -> None:
                 total += sizes[call]
                 largest = max(largest, call, key=lambda name: sizes.get(name, 0))
     if total > MOST_NODES:
-        raise StageError(
-            f"written out in place of its calls, it comes to {sizes[largest]} nodes; the model may have {MOST_NODES}",
-            where=f"function {largest[1]}",
-        )
+        what = f"written out in place of its calls, it comes to {sizes[largest]} nodes; the model may have {MOST_NODES}"
+        raise StageError(what, where=f"function {largest[1]}")

@@ -13,10 +13,7 @@ def as_ir(model: Model | Light) -> ir.Model:
     """A model in onnx_ir's form, which is `model` itself where it has that form already.
 
     Its tensors share their memory with those of `model`, where that is in two parts. Nodes stand behind what they read.
-
-    Raises:
-        StageError: what ONNX has not, such as a value of an unknown element type, or what onnx_ir can't hold: a sparse
-            initializer.
+    Raises StageError: what ONNX has not, or a sparse initializer, which onnx_ir can't hold.
     """
     if isinstance(model, ir.Model):
         return model
@@ -37,11 +34,8 @@ def as_ir(model: Model | Light) -> ir.Model:
     for body in out.graph.subgraphs():
         for output in body.outputs:
             if output.graph is not body:
-                raise StageError(
-                    f"not valid ONNX: a branch or loop returns {output.name!r}, which its body does not compute",
-                    where="model",
-                    hint="put an Identity in front of it",
-                )
+                what = f"not valid ONNX: a branch or loop returns {output.name!r}, which its body does not compute"
+                raise StageError(what, where="model", hint="put an Identity in front of it")
     # Runtimes sort nodes themselves, passes over the graph do not.
     try:
         out.graph.sort()

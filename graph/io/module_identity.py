@@ -46,11 +46,7 @@ def owners(model: ir.Model) -> dict[str, str]:
 
 
 def stamp(model: ir.Model, root: Path) -> None:
-    """Writes module paths and source lines, in place, from what torch's exporter left (`graph.io.save` takes that out).
-
-    Args:
-        root: the project's folder, for the source lines.
-    """
+    """Writes module paths and source lines, in place, from what torch's exporter left; `root`: the project's folder."""
     for node in model.graph.all_nodes():
         scopes = _scopes(node)
         # The last scope is the node of the exported program itself.
@@ -85,9 +81,7 @@ def all_names(model: Model) -> set[str]:
 def source(frames: Iterable[tuple[str, int]], root: Path) -> str:
     """The innermost frame outside of torch and of this package, as `file:line`; empty where there is none.
 
-    Args:
-        frames: file and line, outermost first.
-        root: the project's folder; files in it are given relative to it, others from their package on.
+    Files in the project's folder `root` are given relative to it, others from their package on.
     """
     frame = innermost(frames)
     if frame is None:

@@ -82,9 +82,8 @@ def _beside(tensor: TensorProto, path: Path) -> ir.LazyTensor | None:
     if not travels(tensor.data_type, size):
         return None
     if length not in (size, None):
-        raise StageError(
-            f"tensor {tensor.name!r} takes {size} bytes by its type and shape, and has {length}", where=path.name
-        )
+        what = f"tensor {tensor.name!r} takes {size} bytes by its type and shape, and has {length}"
+        raise StageError(what, where=path.name)
     dtype = ir.DataType(tensor.data_type).numpy()
     return lazy(tensor, partial(_from_file, path.parent / location, offset, dtype, math.prod(tensor.dims)))
 
@@ -124,11 +123,8 @@ def read(path: Path) -> Light:
         _refuse_tensor(tensor, path)
     for name, count in Counter(tensor.name for tensor in model.graph.initializer).items():
         if count > 1:
-            raise StageError(
-                f"it stores {count} tensors of the name {name!r}",
-                where=path.name,
-                hint="give each tensor a name of its own",
-            )
+            what = f"it stores {count} tensors of the name {name!r}"
+            raise StageError(what, where=path.name, hint="give each tensor a name of its own")
     _store_constants(model.graph)
     light = split(model)
     # A lazy tensor holds the message, and a message with its weights is as large as the file.
@@ -224,21 +220,17 @@ def _from_file(path: Path, offset: int, dtype: np.dtype[Any], count: int) -> Arr
 def external_files(light: Light, path: Path) -> tuple[str, ...]:
     """Files that hold the external data of what `read` gave for `path`, relative to its folder, each once.
 
-    Raises StageError: a place outside of that folder, or nothing there; names the tensor.
+    Raises StageError, which names the tensor: a place outside of that folder, or nothing there.
     """
     files: dict[str, None] = {}
     for tensor in filter(uses_external_data, tensors(light.model)):
         location = _place(tensor, path)[0]
         if not is_inside(location):
-            raise StageError(
-                f"tensor {tensor.name!r} stores its data at {location!r}, outside the model's folder", where=path.name
-            )
+            what = f"tensor {tensor.name!r} stores its data at {location!r}, outside the model's folder"
+            raise StageError(what, where=path.name)
         if not (path.parent / location).is_file():
-            raise StageError(
-                f"tensor {tensor.name!r} stores its data in {location!r}, which is not beside the model",
-                where=path.name,
-                hint=f"copy {location} into the same folder",
-            )
+            what = f"tensor {tensor.name!r} stores its data in {location!r}, which is not beside the model"
+            raise StageError(what, where=path.name, hint=f"copy {location} into the same folder")
         files[Path(location).as_posix()] = None
     return tuple(files)
 

@@ -44,9 +44,8 @@ def raise_opset(model: Model, to: int) -> ir.Model:
                 output.type.tensor_type.shape.SetInParent()
         checker.check_model(proto)
     except (RuntimeError, ValueError, *_REFUSALS) as error:
-        raise StageError(
-            f"opset {have} can't be raised to {to}: {error}", where="opset", hint=f"export the model at opset {to}"
-        ) from error
+        what = f"opset {have} can't be raised to {to}: {error}"
+        raise StageError(what, where="opset", hint=f"export the model at opset {to}") from error
     # What was put in for the converter and the checker alone.
     inputs = {value.name for value in model.graph.inputs}
     for item in [item for item in proto.graph.input if item.name not in inputs]:

@@ -45,11 +45,8 @@ def refuse_broken(light: Light) -> None:
                     hint="add it to the model's opset_import: onnx.helper.make_opsetid(domain, version)",
                 )
     for node, name in _undefined(graph, stored):
-        raise StageError(
-            f"not valid ONNX: it reads {name!r}, which is no input, no weight and no node's output",
-            where=f"node {node_label(node)}",
-            hint="onnx.checker.check_model(model) says the same",
-        )
+        what = f"not valid ONNX: it reads {name!r}, which is no input, no weight and no node's output"
+        raise StageError(what, where=f"node {node_label(node)}", hint="onnx.checker.check_model(model) says the same")
     made = defined(graph) | stored
     for output in graph.output:
         if output.name not in made:
@@ -89,11 +86,8 @@ def _refuse_twice(inputs: list[str], stored: list[str], nodes: Iterable[onnx.Nod
         definitions += makers.get(name, [])
         # Old files list what they store among the inputs.
         if len(definitions) > 1 and definitions != ["an input", "a stored tensor"]:
-            raise StageError(
-                f"not valid ONNX: {name!r} is defined {len(definitions)} times: {', '.join(definitions[:4])}",
-                where=where,
-                hint="give each value a name of its own",
-            )
+            what = f"not valid ONNX: {name!r} is defined {len(definitions)} times: {', '.join(definitions[:4])}"
+            raise StageError(what, where=where, hint="give each value a name of its own")
 
 
 def _undefined(graph: onnx.GraphProto, outer: Set[str]) -> Iterator[tuple[onnx.NodeProto, str]]:
