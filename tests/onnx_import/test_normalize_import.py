@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, parser
 
 from layerline.graph.io import onnx_files
-from layerline.graph.io.module_identity import modules
 from layerline.graph.io.opset import opset_of, raise_opset
 from layerline.onnx_import.feeds import compared_numbers, table_rows
 from layerline.onnx_import.normalize_import import adopt, module_path, name_nodes
@@ -53,18 +52,6 @@ def test_every_node_gets_a_name_and_those_that_are_unique_stay(names: list[str])
         assert found[names.index(name)] == name, "the first of a name keeps it"
     before = list(found)
     assert name_nodes(model) == [] and [n.name for n in model.graph] == before
-
-
-def test_nodes_that_a_conversion_adds_belong_where_their_result_does() -> None:
-    model = parser.parse_model(
-        """<ir_version: 7, opset_import: ["" : 11]>
-        g (float[2,c,4] x) => (float[2,c,4] y) { y = Softmax <axis = 1> (x) }"""
-    )
-    model.graph.node[0].name = "/head/soft/Softmax"
-    adopted = adopt(as_ir(model), 20)
-    raised = adopted.model
-    assert len(raised.graph) > 1 and set(modules(raised).values()) == {"head.soft"}
-    assert [n.op_type for n in adopted.original.graph] == ["Softmax"], "the original is as it was"
 
 
 def test_weights_keep_their_order_and_bytes_when_raised() -> None:

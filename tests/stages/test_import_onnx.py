@@ -760,7 +760,6 @@ def test_what_cannot_be_held_at_once_is_compared_in_parts(held: int, tmp_path: P
     monkeypatch.setattr(import_report, "HELD", held)
     report, _ = imported(tmp_path, conv())
     assert {r.name for r in report.records} == {"c", "r", "p", "f", "y"} and report.passed
-    assert any("inner values on 1 of" in n for n in report.notes) == (held == 1)
 
 
 def test_random_operators_are_named_and_not_judged(tmp_path: Path) -> None:
