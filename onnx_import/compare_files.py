@@ -20,7 +20,7 @@ from layerline.compare.region import reproduce
 from layerline.compare.value_pairs import computed_values, sides_of_qdq, why_two_sessions
 from layerline.export import probe_files
 from layerline.export.signature import Value, signature
-from layerline.graph.analysis.ir_queries import names
+from layerline.graph.analysis.ir_queries import may_be_equal, names
 from layerline.graph.io import module_identity, onnx_files
 from layerline.graph.io.ir_convert import as_ir
 from layerline.graph.io.opset import opset_of, raise_opset
@@ -59,11 +59,9 @@ def compare_files(reference: Path, candidate: Path, data: Path, log: Log, furthe
 
     Raises StageError for a file that can't be run or takes too much, ConfigError for inputs or samples that don't fit.
     """
-    # The other process works in another folder. Links stay: external data lies beside them.
-    paths = [path.absolute() for path in (reference, candidate, data)]
-    files = list(paths)
-    for path in paths[:2]:
-        files += [path.parent / name for name in onnx_files.external_files(onnx_files.read(path), path)]
+    files = [reference, candidate, data]
+    for path in (reference, candidate):
+        files += map(path.parent.joinpath, onnx_files.external_files(onnx_files.read(path), path))
     stored = sum(path.stat().st_size for path in files)
     memory = int(min(_MOST_MEMORY, machine_memory() / 2)) + _COPIES * stored
     limits = Limits(
@@ -72,6 +70,8 @@ def compare_files(reference: Path, candidate: Path, data: Path, log: Log, furthe
         what=f"comparing {reference.name} with {candidate.name}",
         hint="give fewer samples, or smaller ones",
     )
+    # The other process works in another folder. Links stay: external data lies beside them.
+    paths = map(Path.absolute, (reference, candidate, data))
     report: Report = bounded(compare_within, *paths, memory, further, limits=limits, log=log)
     # As the user wrote them: both files may have one name.
     return replace(report, reference=f"{reference} on onnxruntime", candidate=f"{candidate} on onnxruntime")
@@ -95,25 +95,34 @@ def compare_stages(reference: Path, candidate: Path, log: Log, further: Further)
 
     Raises StageError for a model that onnxruntime can't run, ConfigError where the two take other inputs.
     """
-    models = [onnx_files.read_model(folder / onnx_files.FILE) for folder in (reference, candidate)]
-    # An emulation adds values, and gives those that it rounds under their names.
-    ops = [{name: node.op_type for node in model.graph for name in names(node.outputs)} for model in models]
+    models: list[ir.Model] = []
     notes: list[str] = []
-    for which, model in zip(("first", "second"), models, strict=True):
-        reason = convert.not_emulated(model)
+    emulation: set[str] = set()
+    for which, folder in (("first", reference), ("second", candidate)):
+        stored = onnx_files.read_model(folder / onnx_files.FILE)
+        reason = convert.not_emulated(stored)
         if reason:
             notes.append(f"{which} model: {reason}")
-    models = [convert.runnable(model) for model in models]
-    emulation: set[str] = set()
-    for model, stored in zip(models, ops, strict=True):
-        emulation.update(set(computed_values(model.graph)) - stored.keys())
+        if which == "first":
+            ops = _operators(stored)
+        # An emulation adds values, and gives those that it rounds under their names.
+        models.append(convert.runnable(stored))
+        emulation |= _operators(models[-1]).keys() - _operators(stored).keys()
     # quantize may raise the opset, and models of one opset can be one graph.
     newest = max(opset_of(model) for model in models)
     with contextlib.suppress(StageError):
         models = [raise_opset(model, newest) for model in models]
     _joint_inputs(models[0], models[1], "the second stage")
     report = _compared(models[0], models[1], probe_files.load(reference), notes, log, further, emulation)
-    return replace(report, records=tuple(replace(row, op=ops[0].get(row.name, row.op)) for row in report.records))
+    return replace(report, records=tuple(replace(row, op=ops.get(row.name, row.op)) for row in report.records))
+
+
+def _operators(model: ir.Model) -> dict[str, str]:
+    """The operator that computes each value of the main graph, by name."""
+    operators: dict[str, str] = {}
+    for node in model.graph:
+        operators.update(dict.fromkeys(names(node.outputs), node.op_type))
+    return operators
 
 
 def _compared(
@@ -127,13 +136,15 @@ def _compared(
 ) -> Report:
     """Compares the values that both have, but those that an emulation adds."""
     log.say(f"comparing every value on {len(feeds)} feeds")
-    values, others = computed_values(reference.graph), computed_values(candidate.graph)
+    values = computed_values(reference.graph)
     # Rounding a value is an error of the layer that reads it, as in the report of quantize.
     sides = sides_of_qdq(candidate.graph, {*values, *candidate.graph.initializers}) | set(emulation)
-    shared = set(others) - sides
-    pairs = {name: name for name in values if name in shared}
+    shared = set(computed_values(candidate.graph)) - sides
+    # In the order of the reference.
+    compared = list(filter(shared.__contains__, values))
+    pairs = dict(zip(compared, compared, strict=True))
     records = compare(reference, candidate, feeds, isolated=True, pairs=pairs, sizes_differ=True)
-    matched = {record.name for record in records} | sides
+    matched = sides.union(record.name for record in records)
     missing = [name for name in values if name not in matched]
     if missing:
         notes.append(
@@ -149,8 +160,8 @@ def _compared(
     if further.channels:
         chosen = [record for record in records if further.channels in (record.name, record.module)]
         if not chosen:
-            names = {name for record in records for name in (record.name, record.where)}
-            hint = did_you_mean(further.channels, names) or "`pipe diff` without --by-channel lists the layers"
+            layers = dict.fromkeys(name for record in records for name in (record.name, record.where))
+            hint = did_you_mean(further.channels, layers) or "`pipe diff` without --by-channel lists the layers"
             raise ConfigError(f"no layer is called {further.channels!r}", where="--by-channel", hint=hint)
         rows = channel_errors(reference, candidate, feeds, chosen, pairs)
         if not rows:
@@ -187,11 +198,13 @@ def _joint_inputs(reference: ir.Model, candidate: ir.Model, name: str) -> list[V
         other = by_name[value.name]
         if value.dtype != other.dtype:
             raise ConfigError(f"it is {value.dtype}, and {other.dtype} in the first model", where=where)
-        fixed = [size if isinstance(size, int) else dim for size, dim in zip(value.shape, other.shape, strict=False)]
-        agree = all(dim == size for dim, size in zip(other.shape, fixed, strict=False) if isinstance(dim, int))
-        if len(value.shape) != len(other.shape) or not agree:
+        if not may_be_equal(value.shape, other.shape):
             raise ConfigError(f"its shape is {value.shape}, and {other.shape} in the first model", where=where)
-        by_name[value.name] = replace(other, shape=tuple(fixed))
+        sizes = list(other.shape)
+        for axis, size in enumerate(value.shape):
+            if isinstance(size, int):
+                sizes[axis] = size
+        by_name[value.name] = replace(other, shape=tuple(sizes))
     return list(by_name.values())
 
 

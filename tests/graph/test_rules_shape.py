@@ -183,6 +183,14 @@ def test_expand_that_makes_the_result_larger_stays() -> None:
     assert ops(prove(model, {"x": normal(3, 4), "k": normal(4)}).model) == ["Expand", "Add"]
 
 
+def test_expand_sinks_through_scalars_and_goes() -> None:
+    body = "e = Expand(m, s) w = Where(e, zero, low) y = Add(x, w)"
+    model = parse("(float[N, 2, 3, 3] x, bool[1, 1, 1, 3] m) => (float[N, 2, 3, 3] y)", body,
+                  s=np.array([1, 1, 3, 3]), zero=np.float32(0), low=np.float32(-1e9))  # fmt: skip
+    done = prove(model, {"x": normal(2, 2, 3, 3), "m": np.array([[[[True, False, True]]]])})
+    assert ops(done.model) == ["Where", "Add"]
+
+
 @pytest.mark.parametrize("batch", ["N", "2"])
 def test_axes_joined_moved_and_split_are_one_transpose(batch: str) -> None:
     body = "j = Reshape(x, a) t = Transpose <perm = [0, 2, 1]>(j) y = Reshape(t, b)"

@@ -48,6 +48,7 @@ RULES: tuple[Rule, ...] = (
     shape_arithmetic.transpose,
     transpose.between,
     transpose.drop_expand,
+    transpose.sink_expand,
     activations.gelu,
     activations.hard_swish,
     norm.layer,

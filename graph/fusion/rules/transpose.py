@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import BROADCASTING, parent
+from layerline.graph.analysis.ir_queries import BROADCASTING, constant, parent, rank
 from layerline.graph.analysis.symbolic_sizes import Dim, Size, broadcast, product, sizes
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on, sole
@@ -75,3 +75,27 @@ def drop_expand(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None: 
         if len(shapes) == len(inputs) and broadcast(shapes) == list(result):
             return tape.op(node.op_type, inputs, node.attributes)
     return None
+
+
+@on("expand-sink", *(BROADCASTING | {"Cast", "Not"}))
+def sink_expand(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
+    """Expand behind an operator that only joins it with scalars: one step nearer to being dropped."""
+    expand: ir.Node | None = None
+    inputs: list[ir.Value | None] = []
+    for value in node.inputs:
+        producer = parent(value, "Expand")
+        if producer is not None:
+            if expand is not None:
+                return None
+            expand = producer
+            inputs.append(expand.inputs[0])
+        elif constant(value) is not None and rank(value) == 0:
+            inputs.append(value)
+        else:
+            return None
+    if expand is None:
+        return None
+    # Another reader would keep the large value, and the small one would be work on top.
+    sole(expand.outputs[0], node)
+    small = tape.op(node.op_type, inputs, node.attributes)
+    return tape.op("Expand", [small, expand.inputs[1]])
