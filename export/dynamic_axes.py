@@ -85,12 +85,13 @@ def declare(feed: Feed, declared: Mapping[str, Mapping[int, Axis]]) -> Axes:
             if not -rank <= axis < rank:
                 raise ConfigError(f"input {input_name!r} has {rank} axes, there is no axis {axis}", where=where)
             names[input_name, axis % rank] = bound.name
-            previous = bounds.get(bound.name, bound)
+            previous = bounds.setdefault(bound.name, bound)
             # The bounds of a tied axis may be declared at any of its places, but not in two ways.
             if len({(each.min, each.max, each.step) for each in (previous, bound) if not each.is_open}) > 1:
                 what = f"the axis is tied to another with other bounds: {previous} and {bound}"
                 raise ConfigError(what, where=where)
-            bounds[bound.name] = bound if previous.is_open else previous
+            if previous.is_open:
+                bounds[bound.name] = bound
     out = Axes(names=names, bounds=bounds)
     for name, bound in bounds.items():
         _check(out, feed, name, bound)
@@ -147,8 +148,10 @@ def write(model: ir.Model, axes: Axes) -> None:
 
 def _named(dim: int | ir.SymbolicDim, symbols: Mapping[str, str]) -> int | str | None:
     """A size with the declared names in place of torch's symbols."""
-    if isinstance(dim, int) or not dim.value:
-        return dim if isinstance(dim, int) else None
+    if isinstance(dim, int):
+        return dim
+    if not dim.value:
+        return None
     if is_number(dim.value):
         return int(dim.value)
     if dim.value in symbols:
@@ -180,14 +183,11 @@ def settle(model: ir.Model, axes: Axes, runs: Iterable[tuple[Feed, Feed]]) -> No
         output.shape = ir.Shape(settled)
 
 
-def baked(input_name: str, axis: int, name: str, size: str, line: str = "") -> StageError:
-    """The error for a declared axis that tracing has fixed, at `line` if that is known."""
-    where = f"input {input_name}, axis {axis}"
-    if line:
-        where += f" ({line})"
+def baked(input_name: str, axis: int, name: str, size: str) -> StageError:
+    """The error for a declared axis that tracing has fixed."""
     return StageError(
         f"the axis was declared dynamic ({name}), but the traced model has it fixed at {size}",
-        where=where,
+        where=f"input {input_name}, axis {axis}",
         hint="something in forward() turns this size into a plain number (int(x.shape[…]), a buffer or state of that "
         "size, a Python loop over it); take it from the input's shape, or leave the axis out of `dynamic`",
     )

@@ -51,7 +51,7 @@ def blame(error: BaseException, call: Call, axes: Axes, root: Path) -> StageErro
     for each in chain:
         frames += traceback.walk_tb(each.__traceback__)
     # A constraint on a declared axis explains more than the line that torch names.
-    fixed = _fixed_axis(text, axes, _fixing_line([frame for frame, _ in frames], root))
+    fixed = _fixed_axis(text, axes)
     if fixed is not None:
         return fixed
     if "ConversionError" in text:
@@ -66,8 +66,10 @@ def blame(error: BaseException, call: Call, axes: Axes, root: Path) -> StageErro
         places = [(frame.f_code.co_filename, line) for frame, line in frames]
     # The module whose forward() was running, from the frames' own `self`.
     paths = {id(module): path for path, module in call.module.named_modules()}
-    running = [paths[id(frame.f_locals.get("self"))] for frame, _ in frames if id(frame.f_locals.get("self")) in paths]
-    where = _where(running[-1] if running else "", source(places, root))
+    running = ""
+    for frame, _ in frames:
+        running = paths.get(id(frame.f_locals.get("self")), running)
+    where = _where(running, source(places, root))
     for pattern, construct, change in _CONSTRUCTS:
         if re.search(pattern, text, re.IGNORECASE):
             return StageError(f"the exporter can't follow this: {construct}", where=where, hint=change)
@@ -118,19 +120,21 @@ def unrolled(error: StageError, module: nn.Module) -> StageError:
     return error
 
 
-def _fixed_axis(text: str, axes: Axes, line: str) -> StageError | None:
+def _fixed_axis(text: str, axes: Axes) -> StageError | None:
     """Which declared axis a constraint of torch.export is about."""
     if not re.search("specialized it|static shape|Constraints violated", text):
         return None
+    size_text = "one size"
     size = _FIXED.search(text)
-    size_text = size[1] if size else "one size"
+    if size is not None:
+        size_text = size[1]
     fixed = set(places(text))
     for name, bound in axes.bounds.items():
         # A derived axis (4*_h) is named by its own symbol.
         if bound.step > 1 and re.search(rf"\b_{name}\b", text):
             fixed.add(axes.places(name)[0])
     for input_name, axis in sorted(fixed & axes.names.keys()):
-        return axis_names.baked(input_name, axis, axes.names[input_name, axis], size_text, line)
+        return axis_names.baked(input_name, axis, axes.names[input_name, axis], size_text)
     return None
 
 
@@ -138,24 +142,11 @@ def places(text: str) -> list[tuple[str, int]]:
     """Input and axis of every size that a text of torch.export names, such as `L['x'].size()[1]`."""
     named: list[tuple[str, int]] = []
     for local, local_keys, local_axis, input_path, input_axis in _AXIS.findall(text):
-        path = f"['{local}']{local_keys}" if local else input_path
+        path = input_path
+        if local:
+            path = f"['{local}']{local_keys}"
         named.append(("_".join(re.findall(r"\w+", path)), int(local_axis or input_axis)))
     return named
-
-
-def _fixing_line(frames: Sequence[FrameType], root: Path) -> str:
-    """Where a size became a constant, from the notes of torch's shape environment; empty if that is inside torch."""
-    environment = None
-    for frame in frames:
-        environment = frame.f_locals.get("shape_env")
-        if environment is not None:
-            break
-    for symbol, locations in getattr(environment, "var_to_range_sloc", {}).items():
-        bounds = environment.var_to_range.get(symbol) if environment is not None else None
-        location = getattr(locations.upper, "framework_loc", None)
-        if bounds is not None and bounds.lower == bounds.upper and location is not None:
-            return source([(location.filename, location.lineno)], root)
-    return ""
 
 
 def _no_operator(node: fx.Node, chain: Sequence[BaseException], root: Path) -> StageError:

@@ -81,17 +81,18 @@ class Guard:
 
     def broken(self, dims: Mapping[str, Dim], example: Mapping[str, int]) -> Iterator[dict[str, int]]:
         """Sizes that break it, by axis name, those next to the example's first; none if it holds in all of `dims`."""
-        ranges = {s: (dims[name].min // step, dims[name].max // step) for s, (name, step) in self.symbols.items()}
+        ranges: dict[Any, tuple[int, int]] = {}
+        for symbol, (name, step) in self.symbols.items():
+            ranges[symbol] = (dims[name].min // step, dims[name].max // step)
         if torch_private.is_constant(self.expr, ranges):
             # One answer for every size; and it holds at the example's.
             return
 
-        def distance(sizes: Sequence[int]) -> float:
-            return sum(abs(math.log(size / example[name])) for name, size in zip(self.names, sizes, strict=True))
+        def distance(combination: Sequence[int]) -> float:
+            return sum(abs(math.log(size / example[name])) for name, size in zip(self.names, combination, strict=True))
 
         # The nearest first: a user who reads the report knows these sizes.
-        combinations = sorted(set(self._combinations(dims, example)), key=distance)
-        for combination in combinations[:TRIES]:
+        for combination in sorted(self._combinations(dims, example), key=distance)[:TRIES]:
             sizes = dict(zip(self.names, combination, strict=True))
             if not self.holds(sizes):
                 yield sizes
@@ -99,16 +100,23 @@ class Guard:
     def __str__(self) -> str:
         return f"{self.text} ({self.line})" if self.line else self.text
 
-    def _combinations(self, dims: Mapping[str, Dim], example: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
+    def _combinations(self, dims: Mapping[str, Dim], example: Mapping[str, int]) -> set[tuple[int, ...]]:
         """One axis over all it takes, the others over a few sizes; each in turn."""
+        numbers = {step for _, step in self.symbols.values()}
+        for number in self.expr.atoms(sympy.Number):
+            if number.is_finite and abs(number) < 2**31:
+                numbers.add(int(number))
         # Numbers in the condition, and their products: `n // 3 != 50` is about 150.
-        numbers = {int(x) for x in self.expr.atoms(sympy.Number) if x.is_finite and abs(x) < 2**31}
-        numbers |= {step for _, step in self.symbols.values()}
-        numbers |= {a * b for a in numbers for b in numbers}
-        full = {name: _candidates(dims[name], example[name], numbers) for name in self.names}
-        few = {name: sorted({sizes[0], sizes[-1], example[name]}) for name, sizes in full.items()}
+        numbers.update([math.prod(pair) for pair in itertools.product(numbers, repeat=2)])
+        few: list[Sequence[int]] = []
+        full: list[Sequence[int]] = []
         for name in self.names:
-            yield from itertools.product(*(full[n] if n == name else few[n] for n in self.names))
+            full.append(_candidates(dims[name], example[name], numbers))
+            few.append(sorted({full[-1][0], full[-1][-1], example[name]}))
+        combinations: set[tuple[int, ...]] = set()
+        for axis, sizes in enumerate(full):
+            combinations.update(itertools.product(*few[:axis], sizes, *few[axis + 1 :]))
+        return combinations
 
 
 def _candidates(dim: Dim, example: int, numbers: Iterable[int]) -> Sequence[int]:
@@ -121,8 +129,9 @@ def _candidates(dim: Dim, example: int, numbers: Iterable[int]) -> Sequence[int]
     candidates = set(range(example - ALL // 4 * step, example + ALL // 4 * step, step))
     for number in numbers:
         # From one step below to two above: the number itself may lie between two steps.
-        candidates.update((number // step + offset) * step for offset in (-1, 0, 1, 2))
-    return sorted({every[0], every[-1], *(size for size in candidates if size in every)})
+        nearest = number // step * step
+        candidates.update(range(nearest - step, nearest + 3 * step, step))
+    return sorted({every[0], every[-1], *candidates.intersection(every)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +177,9 @@ def symbols(taken: Taken, call: Call, axes: Axes) -> Symbols:
     for position, leaf in enumerate(pytree.tree_leaves((call.args, dict(call.kwargs)))):
         if isinstance(leaf, Tensor):
             input_name = next(inputs)
-            numbered = {axis: name for (owner, axis), name in axes.names.items() if owner == input_name}
-            axis_names.update(((f"flat_args_{position}", axis), name) for axis, name in numbered.items())
+            for axis in range(leaf.ndim):
+                if (input_name, axis) in axes.names:
+                    axis_names[f"flat_args_{position}", axis] = axes.names[input_name, axis]
     meanings: dict[str, tuple[str, int]] = {}
     for environment in taken.environments.values():
         for symbol, sources in environment.var_to_sources.items():
@@ -195,14 +205,18 @@ def guards(taken: Taken, symbols: Symbols) -> tuple[Guard, ...]:
     by_text: dict[str, Guard] = {}
     for expr, line in taken.lines.items():
         free = {symbol.name: symbol for symbol in expr.free_symbols}
-        meanings = {free[name]: axis for name, axis in symbols.items() if name in free}
+        meanings: dict[Any, tuple[str, int]] = {}
+        texts: dict[Any, str] = {}
+        for symbol_name, (name, step) in symbols.items():
+            if symbol_name in free:
+                meanings[free[symbol_name]] = name, step
+                texts[free[symbol_name]] = name if step == 1 else f"({name}//{step})"
         if not meanings or len(meanings) < len(free):
             continue
         # Two places of one axis are equal, or a size equals its steps: a definition that forward() did not ask for.
         distinct_axes = {name for name, _ in meanings.values()}
         if isinstance(expr, sympy.Eq) and len(distinct_axes) < len(meanings):
             continue
-        texts = {s: name if step == 1 else f"({name}//{step})" for s, (name, step) in meanings.items()}
         text = torch_private.as_python(expr, texts)
         by_text.setdefault(text, Guard(text=text, line=line, expr=expr, symbols=meanings))
     return tuple(by_text.values())

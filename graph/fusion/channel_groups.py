@@ -13,16 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from layerline.graph.analysis.ir_queries import (
-    Array,
-    clip_bounds,
-    constant,
-    dim,
-    optional_input,
-    rank,
-    reduced_axes,
-    scalar,
-)
+from layerline.backends.base import Array
+from layerline.graph.analysis.ir_queries import clip_bounds, constant, dim, optional_input, rank, reduced_axes, scalar
 from layerline.graph.fusion import affine_ops
 from layerline.graph.fusion.firing import Declined
 

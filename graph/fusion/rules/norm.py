@@ -10,17 +10,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import (
-    Array,
-    constant,
-    dim,
-    name_of,
-    optional_input,
-    parent,
-    rank,
-    reduced_axes,
-    scalar,
-)
+from layerline.backends.base import Array
+from layerline.graph.analysis.ir_queries import constant, dim, optional_input, parent, rank, reduced_axes, scalar
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting, refuse_other_outputs
 from layerline.graph.fusion.rule import on, only_within, sole
@@ -132,20 +123,20 @@ def affine(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # no
     """A constant scale or bias after a normalisation into its own."""
     for side in (0, 1):
         norm = parent(node.inputs[side], *NORMS)
-        amount = constant(node.inputs[1 - side])
+        other = node.inputs[1 - side]
+        amount = constant(other)
         scale = None if norm is None else constant(norm.inputs[1])
-        if norm is None or amount is None or scale is None:
+        if norm is None or other is None or amount is None or scale is None:
             continue
         # RMSNormalization has a scale and no bias.
         if node.op_type == "Add" and norm.op_type == "RMSNormalization":
             return None
         sole(node.inputs[side], node)
         refuse_other_outputs(norm)
-        name = name_of(node.inputs[1 - side])
         count = rank(norm.inputs[0])
         if count is None or amount.ndim > count:
-            raise Declined(f"constant {name} of shape {amount.shape} adds dimensions")
-        return _scaled(node, norm, scale, _per_element(amount, scale, name), tape)
+            raise Declined(f"constant {other.name} of shape {amount.shape} adds dimensions")
+        return _scaled(node, norm, scale, _per_element(amount, scale, other.name), tape)
     return None
 
 
