@@ -36,6 +36,7 @@ _CONSTRUCTS = (
     (r"attributes? .*(?:assigned|mutated)|was assigned during export",
      "forward() assigns a tensor to an attribute of the module", "keep no state: make it an input and an output"),
 )  # fmt: skip
+_NUMPY = re.compile(r"\.numpy\(|\b(?:np|numpy)\.\w+(?:\.\w+)*\(")
 _UNEXPLAINED = "change what forward() does there; --debug shows the whole traceback"
 
 
@@ -151,6 +152,16 @@ def places(text: str) -> list[tuple[str, int]]:
 
 def _no_operator(node: fx.Node, chain: Sequence[BaseException], root: Path) -> StageError:
     """The error for a node that the exporter can't convert."""
+    needed = {node}
+    for candidate in reversed(node.graph.nodes):
+        if candidate in needed:
+            needed.update(candidate.all_input_nodes)
+    for candidate in node.graph.nodes:
+        if candidate in needed and _NUMPY.search(str(candidate.meta.get("stack_trace") or "")):
+            # torch turns numpy's functions into operators that the user never wrote.
+            what = f"a tensor is turned into a numpy array, and {node.target} of that has no counterpart in ONNX"
+            hint = "stay in torch: numpy is not traced"
+            return StageError(f"the exporter can't follow this: {what}", where=_origin(candidate, root), hint=hint)
     if not any("No ONNX function found" in str(link) for link in chain):
         # There is a counterpart, and writing it failed: torch's own words explain it best.
         what = f"the exporter could not convert {node.target}: {type(chain[-1]).__name__}: {_first_line(chain[-1])}"
