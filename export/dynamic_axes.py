@@ -183,11 +183,14 @@ def settle(model: ir.Model, axes: Axes, runs: Iterable[tuple[Feed, Feed]]) -> No
         output.shape = ir.Shape(settled)
 
 
-def baked(input_name: str, axis: int, name: str, size: str) -> StageError:
-    """The error for a declared axis that tracing has fixed."""
+def baked(input_name: str, axis: int, name: str, size: str, line: str = "") -> StageError:
+    """The error for a declared axis that tracing has fixed, at `line` if that is known."""
+    where = f"input {input_name}, axis {axis}"
+    if line:
+        where += f" ({line})"
     return StageError(
         f"the axis was declared dynamic ({name}), but the traced model has it fixed at {size}",
-        where=f"input {input_name}, axis {axis}",
+        where=where,
         hint="something in forward() turns this size into a plain number (int(x.shape[…]), a buffer or state of that "
         "size, a Python loop over it); take it from the input's shape, or leave the axis out of `dynamic`",
     )

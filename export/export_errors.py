@@ -52,7 +52,7 @@ def blame(error: BaseException, call: Call, axes: Axes, root: Path) -> StageErro
     for each in chain:
         frames += traceback.walk_tb(each.__traceback__)
     # A constraint on a declared axis explains more than the line that torch names.
-    fixed = _fixed_axis(text, axes)
+    fixed = _fixed_axis(text, axes, _fixing_line([frame for frame, _ in frames], root))
     if fixed is not None:
         return fixed
     if "ConversionError" in text:
@@ -121,7 +121,7 @@ def unrolled(error: StageError, module: nn.Module) -> StageError:
     return error
 
 
-def _fixed_axis(text: str, axes: Axes) -> StageError | None:
+def _fixed_axis(text: str, axes: Axes, line: str) -> StageError | None:
     """Which declared axis a constraint of torch.export is about."""
     if not re.search("specialized it|static shape|Constraints violated", text):
         return None
@@ -135,7 +135,7 @@ def _fixed_axis(text: str, axes: Axes) -> StageError | None:
         if bound.step > 1 and re.search(rf"\b_{name}\b", text):
             fixed.add(axes.places(name)[0])
     for input_name, axis in sorted(fixed & axes.names.keys()):
-        return axis_names.baked(input_name, axis, axes.names[input_name, axis], size_text)
+        return axis_names.baked(input_name, axis, axes.names[input_name, axis], size_text, line)
     return None
 
 
@@ -148,6 +148,21 @@ def places(text: str) -> list[tuple[str, int]]:
             path = f"['{local}']{local_keys}"
         named.append(("_".join(re.findall(r"\w+", path)), int(local_axis or input_axis)))
     return named
+
+
+def _fixing_line(frames: Sequence[FrameType], root: Path) -> str:
+    """Where a size became a constant, from the notes of torch's shape environment; empty if that is inside torch."""
+    environment = None
+    for frame in frames:
+        environment = frame.f_locals.get("shape_env")
+        if environment is not None:
+            break
+    for symbol, locations in getattr(environment, "var_to_range_sloc", {}).items():
+        bounds = environment.var_to_range.get(symbol) if environment is not None else None
+        location = getattr(locations.upper, "framework_loc", None)
+        if bounds is not None and bounds.lower == bounds.upper and location is not None:
+            return source([(location.filename, location.lineno)], root)
+    return ""
 
 
 def _no_operator(node: fx.Node, chain: Sequence[BaseException], root: Path) -> StageError:
