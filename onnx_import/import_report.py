@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +11,9 @@ import onnx_ir as ir
 
 from layerline.backends.base import Feed
 from layerline.compare.compare_models import compare, floors
-from layerline.compare.topk_indices import pointers
-from layerline.compare.value_pairs import pair_values, why_two_sessions
+from layerline.compare.value_pairs import why_two_sessions
 from layerline.compare.value_types import CODES
 from layerline.export.signature import signature
-from layerline.graph.analysis.ir_queries import names
 from layerline.graph.analysis.rounding_noise import drawn, random_note, unjudged
 from layerline.graph.fusion import verify_rewrites
 from layerline.graph.io import onnx_files
@@ -27,12 +25,9 @@ from layerline.onnx_import.size_search import Feeder
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import LayerDiff, Scalar
 
-HELD = 256 << 20
-"""Bytes of inner values of both sides that may be held at once."""
-
 
 def unchanged(
-    adopted: Adopted, feeds: Sequence[Feed], elements: Callable[[Feed], Mapping[str, int]], tolerance: float | None
+    adopted: Adopted, feeds: Sequence[Feed], tolerance: float | None
 ) -> tuple[tuple[LayerDiff, ...], list[str]]:
     """Compares every value of the adopted model with the file's; gives the rows, and notes.
 
@@ -41,11 +36,14 @@ def unchanged(
     """
     original = adopted.original
     random = drawn(original)
-    random_notes = random_note(random)
-    rows, notes = compare_in_parts(original, adopted.model, feeds, elements)
+    notes = random_note(random)
+    two_sessions = why_two_sessions(original, adopted.model)
+    if two_sessions:
+        notes.append(two_sessions)
+    rows = compare(original, adopted.model, feeds)
     if all(row.max_abs == 0 and row.passed for row in rows):
-        exact_rows = tuple(replace(row, tolerance=0.0) for row in rows)
-        return exact_rows, [*random_notes, *notes, "every value is equal to the last bit"]
+        notes.append("every value is equal to the last bit")
+        return tuple(replace(row, tolerance=0.0) for row in rows), notes
     noise = floors(original, feeds)
     tolerances: dict[str, float] = {}
     for row in rows:
@@ -54,56 +52,7 @@ def unchanged(
             allowed = verify_rewrites.tolerance(row.name, {row.name: CODES.get(row.dtype, 0)}, noise)
         if row.name not in random:
             tolerances[row.name] = allowed
-    rows, notes = compare_in_parts(original, adopted.model, feeds, elements, tolerances)
-    return rows, [*random_notes, *notes]
-
-
-def compare_in_parts(
-    reference: ir.Model,
-    candidate: ir.Model,
-    feeds: Sequence[Feed],
-    elements: Callable[[Feed], Mapping[str, int]],
-    tolerances: Mapping[str, float] | None = None,
-) -> tuple[tuple[LayerDiff, ...], tuple[str, ...]]:
-    """`compare`, also for models of different opsets, whose inner values have to leave the runtime: in several runs.
-
-    `elements` gives the elements of every value of the reference's main graph on a feed. Returns rows, and notes.
-    """
-    why = why_two_sessions(reference, candidate)
-    if why is None:
-        return compare(reference, candidate, feeds, tolerances=tolerances), ()
-    pairs = pair_values(reference, candidate)
-    rows = {row.name: row for row in compare(reference, candidate, feeds, pairs={}, tolerances=tolerances)}
-    index_sources = pointers(reference.graph)
-    outputs = set(names(reference.graph.outputs))
-    largest = max(map(elements, feeds), key=lambda counts: sum(counts.values()))
-    for part in _parts([value for value in pairs if value not in rows], largest):
-        wanted = set(part)
-        for value in part:
-            # An index is judged by what it points at, which has to be there.
-            if value in index_sources and index_sources[value].data in pairs:
-                wanted.add(index_sources[value].data)
-        part_pairs = {value: pairs[value] for value in pairs if value in wanted and value not in outputs}
-        for row in compare(reference, candidate, feeds, pairs=part_pairs, tolerances=tolerances):
-            if row.name in part:
-                rows[row.name] = row
-    return tuple(rows[value] for value in pairs if value in rows), (why,)
-
-
-def _parts(values: Sequence[str], elements: Mapping[str, int]) -> Iterator[list[str]]:
-    """The values in order, in parts whose values on both sides, of four bytes an element, can be held at once."""
-    part: list[str] = []
-    held = 0
-    for value in values:
-        size = 8 * elements.get(value, 0)
-        if part and held + size > HELD:
-            yield part
-            part = []
-            held = 0
-        part.append(value)
-        held += size
-    if part:
-        yield part
+    return compare(original, adopted.model, feeds, tolerances=tolerances), notes
 
 
 def save_checked(model: ir.Model, folder: Path) -> list[str]:

@@ -185,9 +185,7 @@ class ImportOnnx(Stage):
         runs = [(feed, feeder.run(feed)) for feed in feeds]
         symbolic_dims.settle(model, symbolic_dims.places(model), runs)
         log.say(f"{len(model.graph)} nodes; comparing every value on {len(feeds)} feeds")
-        rows, notes = import_report.unchanged(
-            adopted, [feeder.whole(feed) for feed in feeds], feeder.elements, self.tolerance
-        )
+        rows, notes = import_report.unchanged(adopted, [feeder.whole(feed) for feed in feeds], self.tolerance)
         objections = import_report.save_checked(model, out)
         probe_files.save(out, fed.feeds)
         signature(model, feeder.dims, fed.ranges).save(out)
