@@ -270,16 +270,15 @@ def test_bias_that_widens_the_product_is_no_gemm() -> None:
     )
     done = prove(model, {"x": np.ones((3, 3), np.float32)})
     np.testing.assert_array_equal(run(done.model, {"x": np.ones((3, 3), np.float32)})["y"], [[3, 4, 5, 6]] * 3)
-    assert "doesn't broadcast one way" in reason(done, "matmul-add")
+    assert "not one number per channel" in reason(done, "affine")
 
 
-@pytest.mark.parametrize("bias", [(4,), (1, 4), (3, 1), (3, 4), (1, 1), ()])
+@pytest.mark.parametrize("bias", [(4,), (1, 4), (1, 1), ()])
 def test_bias_that_broadcasts_one_way_makes_a_gemm(bias: tuple[int, ...]) -> None:
-    body = "m = MatMul(x, w) y = Add(m, b)"
-    kind = f"float[{', '.join(map(str, bias))}]" if bias else "float"
-    signature = f"(float[3, 5] x, {kind} b) => (float[3, 4] y)"
-    done = prove(parse(signature, body, w=normal(5, 4)), {"x": normal(3, 5), "b": normal(*bias, seed=1)})
-    assert ops(done.model) == ["Gemm"]
+    model = parse(
+        "(float[3, 5] x) => (float[3, 4] y)", "m = MatMul(x, w) y = Add(m, b)", w=normal(5, 4), b=normal(*bias, seed=1)
+    )
+    assert ops(prove(model, {"x": normal(3, 5)}).model) == ["Gemm"]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +291,6 @@ def test_other_ranks_make_no_gemm(x: tuple[int, ...], bias: tuple[int, ...]) -> 
     model = parse(f"{given} => (float[] y)", "m = MatMul(x, w) y = Add(m, b)", w=normal(5, 4))
     done = prove(model, {"x": normal(*x), "b": normal(*bias, seed=1)})
     assert ops(done.model) == ["MatMul", "Add"]
-    assert reason(done, "matmul-add")
 
 
 def test_gemm_keeps_a_constant_of_a_higher_rank_apart() -> None:
@@ -307,24 +305,12 @@ def test_gemm_keeps_a_constant_of_a_higher_rank_apart() -> None:
     assert ops(prove(model, {"x": normal(3, 5)}).model) == ["Gemm", "Add"]
 
 
-def test_integer_products_make_no_gemm() -> None:
-    model = parse(
-        "(int32[3, 5] x) => (int32[3, 4] y)",
-        "m = MatMul(x, w) y = Add(m, b)",
-        w=np.ones((5, 4), "i"),
-        b=np.ones(4, "i"),
-    )
-    done = prove(model, {"x": np.arange(15, dtype=np.int32).reshape(3, 5)})
-    assert ops(done.model) == ["MatMul", "Add"]
-
-
 @pytest.mark.parametrize("shape", [(2, 3), (5, 3)])
 def test_product_added_to_itself_stays(shape: tuple[int, int]) -> None:
     """Gemm would need the product beside it."""
     done = prove(parse("(float[N, 3] x) => (float[N, 3] y)", "m = MatMul(x, w) y = Add(m, m)", w=normal(3, 3)),
                  {"x": normal(*shape)})  # fmt: skip
     assert ops(done.model) == ["MatMul", "Add"]
-    assert "adds MatMul m to itself" in reason(done, "matmul-add")
 
 
 @pytest.mark.parametrize("stray", [np.nan, np.inf])

@@ -56,7 +56,6 @@ RULES: tuple[Rule, ...] = (
     activations.guard,
     pad.conv,
     linear.batchnorm,
-    linear.matmul_add,
     linear.affine,
     channels.run,
 )
