@@ -70,8 +70,7 @@ class Axes:
 def declare(feed: Feed, declared: Mapping[str, Mapping[int, Axis]]) -> Axes:
     """Checks a declaration (by input name, axis: name and bounds) against the example.
 
-    Raises:
-        ConfigError: an unknown input, an axis that the input has not, bounds that contradict each other or the example.
+    Raises ConfigError: an unknown input or axis, or bounds that contradict each other or the example.
     """
     names: dict[tuple[str, int], str] = {}
     bounds: dict[str, Axis] = {}

@@ -66,17 +66,11 @@ class Traced:
 
 
 def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
-    """Exports a module in eval mode.
+    """Exports a module in eval mode, whose example has at least two steps along every dynamic axis.
 
-    Args:
-        call: the module and its example, with at least two steps along every dynamic axis.
-        axes: the dynamic axes; the result has exactly these symbolic.
-        opset: version of ONNX's own operators.
-        root: the project's folder, for source lines.
-
-    Raises:
-        StageError: the exporter fails; names module, source line and construct, and what to change. Or an axis came
-            out fixed, or the model changes its buffers.
+    The result has exactly these axes symbolic. Source lines are relative to the project's folder `root`. Raises
+    StageError, which names module, line and construct: the exporter fails, an axis came out fixed, or the model
+    changes its buffers.
     """
     # Before the trace, which may take minutes.
     refuse_opset(opset)

@@ -1,8 +1,7 @@
 """Guards: what a trace assumes about dynamic sizes, and the sizes at which that does not hold.
 
 Where forward() asks for a size (`if x.shape[1] == 7`), torch.export follows the answer of the example and records the
-condition as a guard. The ONNX has only that branch. At a size that breaks a guard the module may compute something
-else, so a comparison must include such sizes.
+condition as a guard. The ONNX has only that branch, so a comparison must include sizes that break a guard.
 
 `ExportedProgram.module(check_guards=True)` refuses these sizes, but it does not tell the source line, and it can't be
 asked for sizes. So guards are read while torch takes them.

@@ -137,9 +137,8 @@ class Samples:
 def samples(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) -> Samples:
     """Checks arrays against the model's inputs and casts them to their types. The answers are left out.
 
-    Raises:
-        ConfigError: an unknown or missing name, another rank, a size that the model fixes otherwise, a type that can't
-            be cast, a number beyond that type, NaN or Inf, arrays (answers included) of different length, no sample.
+    Raises ConfigError: an unknown or missing name, a rank, size or type that does not fit, a number beyond the
+    type, NaN or Inf, arrays (answers included) of different length, no sample.
     """
     names = [value.name for value in inputs]
     label = answers(arrays, names)

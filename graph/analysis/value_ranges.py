@@ -1,13 +1,10 @@
 """The least and greatest number of every value, as far as operators and stored tensors say it, whatever is fed.
 
-Two questions are asked of the same arithmetic:
-
 - Calibration asks what operators bound by construction (a Sigmoid, a Softmax, a Clip), so that the range of a Softmax
   reaches 1 also at lengths that no sample had. NaN is no matter there: it has no place in any range.
 - Fusion asks in which values neither NaN nor infinity can appear (`finite`). A float input may hold anything, so what
-  follows from one has no bound, not even behind a Sigmoid, which passes NaN on. Integers are bounded by their type;
-  hence a language model, which is fed tokens, is bounded from its embeddings on. Each step allows for rounding, and
-  nothing may come near the end of its type on the way.
+  follows from one has no bound, not even behind a Sigmoid, which passes NaN on. Integers are bounded by their type, so
+  a language model, which is fed tokens, is bounded from its embeddings on. Each step allows for rounding.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ _LEAST_DIVISOR = 1e-30
 class Ranges:
     """The range of every value that a graph computes; infinite ends where nothing bounds it.
 
-    Args:
-        finite: whether a range also means that no run gives NaN or infinity.
+    With `finite`, a range also means that no run gives NaN or infinity.
     """
 
     def __init__(self, graph: ir.Graph, *, finite: bool) -> None:

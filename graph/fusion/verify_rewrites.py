@@ -146,11 +146,8 @@ def prove(
 ) -> list[Proof]:
     """One proof per firing, in order.
 
-    Args:
-        types: element type of the unfused model's values (onnx numbers).
-        floors: noise floor (relative L2) of values by name, where known; see `tolerance`.
-
-    Raises StageError: onnxruntime refuses the unfused model, or can't run it on a feed.
+    `types` are the element types of the unfused model's values (onnx numbers), `floors` their noise floors
+    (relative L2), where known. Raises StageError: onnxruntime refuses the unfused model, or can't run it on a feed.
     """
     changing = moving(unfused.graph)
     # Keyed by the object too: firings inside one body share what came of the node around it, which is proved once.

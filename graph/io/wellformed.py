@@ -7,7 +7,7 @@ onnx's own checker is stricter and refuses files that every runtime runs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Set
 
 import onnx
 
@@ -44,9 +44,7 @@ def refuse_broken(light: Light) -> None:
                     where=f"node {node_label(node)}",
                     hint="add it to the model's opset_import: onnx.helper.make_opsetid(domain, version)",
                 )
-    for node, name in _undefined(graph, stored):
-        what = f"not valid ONNX: it reads {name!r}, which is no input, no weight and no node's output"
-        raise StageError(what, where=f"node {node_label(node)}", hint="onnx.checker.check_model(model) says the same")
+    _refuse_undefined(graph, stored)
     made = defined(graph) | stored
     for output in graph.output:
         if output.name not in made:
@@ -90,13 +88,15 @@ def _refuse_twice(inputs: list[str], stored: list[str], nodes: Iterable[onnx.Nod
             raise StageError(what, where=where, hint="give each value a name of its own")
 
 
-def _undefined(graph: onnx.GraphProto, outer: Set[str]) -> Iterator[tuple[onnx.NodeProto, str]]:
-    """Nodes that read what neither their graph nor one around it defines, each with the name."""
+def _refuse_undefined(graph: onnx.GraphProto, outer: Set[str]) -> None:
+    """Refuses a node that reads what neither its graph nor one around it defines."""
     # Whatever the order of the nodes: onnxruntime sorts them itself.
     available = outer | defined(graph)
     for node in graph.node:
         for name in node.input:
             if name and name not in available:
-                yield node, name
+                what = f"not valid ONNX: it reads {name!r}, which is no input, no weight and no node's output"
+                hint = "onnx.checker.check_model(model) says the same"
+                raise StageError(what, where=f"node {node_label(node)}", hint=hint)
         for body in bodies(node):
-            yield from _undefined(body, available)
+            _refuse_undefined(body, available)

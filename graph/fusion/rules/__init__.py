@@ -1,12 +1,8 @@
 """Every rewrite there is, in the order they are applied. A new one is added to this tuple.
 
-Left out on purpose, because TensorRT does better without:
-
-- Conv or Gemm with an activation: TensorRT merges the two while they stand side by side, and ONNX has no operator for
-  both.
-- Attention (opset 23): TensorRT-RTX refuses the single operator in float32 ("not supported by a dedicated kernel") and
-  finds MatMul, Softmax, MatMul by itself.
-- Softmax or sums in another order, fast GELU and the like: they change numbers.
+Left out on purpose, because TensorRT does better without: an activation in its Conv or Gemm (ONNX has no operator for
+both, and TensorRT merges the two while they stand side by side); Attention of opset 23, which TensorRT-RTX refuses in
+float32; and what changes numbers, such as a fast GELU or sums in another order.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Constant arithmetic, BatchNormalization and a bias into the linear op before them.
+"""Constant arithmetic and BatchNormalization into the linear op before them.
 
 A Mul, Div, Add or Sub goes in per output channel where the two are adjacent. A single number goes in also where only
 Reshapes and Transposes lie between (the 1/sqrt(d) of attention): those are made again behind the scaled op.
 
-y = gamma (Wx + b - mean) / sqrt(var + eps) + beta scales each output channel of W by gamma / sqrt(var + eps). The
-shipped rule of onnxscript is not used: it leaves training-mode nodes, missing optional inputs and weights in Constant
-nodes out of account. Arithmetic is in float64, so that the fused weights are rounded once.
+y = gamma (Wx + b - mean) / sqrt(var + eps) + beta scales each output channel of W by gamma / sqrt(var + eps), in
+float64, so that weights are rounded once. onnxscript's own rule ignores training mode and weights in Constant nodes.
 """
 
 from __future__ import annotations
