@@ -38,7 +38,7 @@ TARGETS = (
 def traceable(module: nn.Module) -> Iterator[None]:
     """Inside, fake quantisation can be traced: its two switches are tensors, on which tracing can't branch.
 
-    Raises StageError: an observer that is on: each call would change the scale.
+    Raises StageError: an observer that is on, as each call would change the scale.
     """
     give_fake_quantisation_shapes()
     with ExitStack() as restore:

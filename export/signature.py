@@ -72,11 +72,8 @@ def signature(
 ) -> Signature:
     """The signature of an ONNX model: inputs without a default, and outputs, in order.
 
-    Args:
-        dims: bounds of symbolic sizes, by name.
-        ranges: (low, high) of integer inputs, by name.
-
-    Raises StageError: an input that is not a tensor.
+    `dims` are bounds of symbolic sizes, `ranges` (low, high) of integer inputs, by name. Raises StageError: an
+    input that is not a tensor.
     """
     model = as_ir(model)
     inputs = tuple(_value(value, ranges or {}) for value in fed(model))

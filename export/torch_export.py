@@ -9,7 +9,6 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -59,9 +58,7 @@ class Traced:
 
     def taps(self) -> list[str]:
         """Every value of the program that numpy has a type for."""
-        dtypes: dict[str, Any] = {}
-        for node in self.program.graph.nodes:
-            dtypes[node.name] = getattr(node.meta.get("val"), "dtype", None)
+        dtypes = {node.name: getattr(node.meta.get("val"), "dtype", None) for node in self.program.graph.nodes}
         return [value for value, node in self.nodes.items() if dtypes[node] not in NOT_IN_NUMPY]
 
 

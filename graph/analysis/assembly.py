@@ -50,9 +50,8 @@ class Assembly:
     def copy(self, node: ir.Node, read: Rename = same, write: Rename = same) -> ir.Node:
         """Adds a copy of a node without its metadata.
 
-        Args:
-            read: gives the name here of a value that the node, or a body in it, reads from outside.
-            write: gives the name here of what the node and its bodies compute, and of the node.
+        `read` gives the name here of a value that the node, or a body in it, reads from outside; `write` that of what
+        the node and its bodies compute, and of the node.
         """
         return self._copy(node, read, write, {}, top=True)
 

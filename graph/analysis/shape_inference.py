@@ -41,14 +41,10 @@ library.collect()
 class Symbols(ShapeInferenceContext):  # type: ignore[misc]  # the library ships no types
     """What integer tensors hold, element by element: numbers, or sizes by name.
 
-    Works it out on demand and remembers it, which is good until the graph changes.
-
-    Integers wrap around where a type ends, as they do in every runtime. Sizes of axes are taken to be below 2**31, so a
-    name fits each type followed here; of an expression that is taken for granted in int64 alone.
-
-    Args:
-        reserved: names of sizes that are in use.
-        unknown: begins the names of sizes that nothing is known of.
+    Works it out on demand and remembers it, which is good until the graph changes. Integers wrap around where a
+    type ends, as they do in every runtime. Sizes of axes are taken to be below 2**31, so a name fits each type
+    followed here; of an expression that is taken for granted in int64 alone. Names of sizes that nothing is known
+    of begin with `unknown`; those in `reserved` are in use.
     """
 
     def __init__(

@@ -13,12 +13,9 @@ from layerline.graph.io.ir_convert import as_ir
 def prepare(model: Model) -> tuple[ir.Model, list[str]]:
     """A copy whose operators all lie in the graph itself, with constants that are constants, and what was done.
 
-    - The two spellings of ONNX's own domain become one.
-    - Initializers that are also inputs become constants: they are the weights of old files, not inputs anyone feeds.
-    - Model-local functions are inlined where the versions they ask for allow it.
-    - No value in a body has the name of one around it.
-
-    Raises StageError: a sparse initializer, which neither the runtime's optimiser nor TensorRT reads.
+    The two spellings of ONNX's own domain become one; initializers that are also inputs (the weights of old files)
+    become constants; functions are inlined where their versions allow it; no value in a body has the name of one
+    around it. Raises StageError: a sparse initializer, which neither the runtime's optimiser nor TensorRT reads.
     """
     out = copied(as_ir(model))
     notes: list[str] = []

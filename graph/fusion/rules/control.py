@@ -44,20 +44,20 @@ def split(node: ir.Node, work: Rewriting) -> None:
     name = node.outputs[0].name
     lengths = _lengths(node)
     picks = node.outputs[0].consumers()
-    indices: list[float] = []
+    chosen: list[int] = []
     for pick in picks:
-        index = scalar(pick.inputs[1]) if pick.op_type == "SequenceAt" else None
-        if index is not None:
-            indices.append(index)
-    if node.outputs[0].is_graph_output() or not picks or len(indices) < len(picks):
-        raise Declined(f"sequence {name} is used other than by picking fixed pieces")
-    for pick in picks:
+        index: float | None = None
+        if pick.op_type == "SequenceAt" and not node.outputs[0].is_graph_output():
+            index = scalar(pick.inputs[1])
+        if index is None:
+            raise Declined(f"sequence {name} is used other than by picking fixed pieces")
         if pick.graph is not node.graph:
             raise Declined(f"piece {pick.outputs[0].name} of sequence {name} is picked in the body of another node")
-    chosen = [int(index) % len(lengths) for index in indices if -len(lengths) <= index < len(lengths)]
+        if -len(lengths) <= index < len(lengths):
+            chosen.append(int(index) % len(lengths))
     # A Split gives each piece once, under one name.
-    if len(chosen) < len(picks) or len(set(chosen)) < len(chosen):
-        raise Declined(f"pieces {indices} of sequence {name} are not {len(picks)} different ones of {len(lengths)}")
+    if not picks or len(set(chosen)) < len(picks):
+        raise Declined(f"the {len(picks)} pieces picked of sequence {name} are not different ones of {len(lengths)}")
     tape = Tape()
     inputs = [node.inputs[0]]
     attributes: dict[str, int | list[int]] = {"axis": node.attributes.get_int("axis", 0)}
