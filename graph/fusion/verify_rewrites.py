@@ -26,7 +26,6 @@ MULTIPLE = 8.0
 """Rounding differs where operations are merged or reordered: a value may move by this many times its noise floor."""
 LEAST = 4.0
 """No floor is taken to be lower than this many rounding steps of the value's type (relative L2)."""
-_WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 # The distance from 1 to the next number, by element type.
 _STEP = {int(kind): epsilon for kind, (_, epsilon) in LIMITS.items()}
 
@@ -65,7 +64,6 @@ class _Comparison:
         index: tells the names of one comparison from those of another: two firings may have made values of one name.
         type: element type of the value (onnx number); 0 where it is no tensor.
         whole: both values leave the runtime, for numpy to compare.
-        equal: asks only whether the two are the same numbers, as a folded weight is: a third of the work.
     """
 
     index: int
@@ -73,7 +71,6 @@ class _Comparison:
     after: After
     type: int
     whole: bool
-    equal: bool
 
     def key(self, what: str) -> str:
         """A name in the proof's model."""
@@ -99,7 +96,7 @@ class _Comparison:
             nodes.append(copy)
         a = self.name
         b = made.get(self.after.result, self.after.result)
-        if self.type and not self.equal:
+        if self.type:
             for side, value in (("a", a), ("b", b)):
                 if self.type in _STEP:
                     # Squares of float32 overflow and vanish long before the values do.
@@ -112,13 +109,10 @@ class _Comparison:
             return nodes, [a, b]
         difference = self.key("difference")
         nodes.append(graph.node("Sub", [a, b], difference))
-        # Not the greatest where the two should be equal: onnxruntime's ReduceMax passes over a NaN.
-        sums = [("ReduceL1", difference)] if self.equal else [("ReduceSumSquare", difference), ("ReduceSumSquare", a)]
         outputs: list[str] = []
-        for op, value in [("Shape", a), ("Shape", b), *sums]:
+        for op, value in (("Shape", a), ("Shape", b), ("ReduceSumSquare", difference), ("ReduceSumSquare", a)):
             outputs.append(self.key(f"output {len(outputs)}"))
-            attributes = {} if op == "Shape" else {"keepdims": 0}
-            nodes.append(graph.node(op, [value], outputs[-1], **attributes))
+            nodes.append(graph.node(op, [value], outputs[-1]))
         return nodes, outputs
 
     def error(self, outputs: Sequence[Any]) -> float:
@@ -128,9 +122,7 @@ class _Comparison:
         shape_before, shape_after, *sums = outputs
         if shape_before.tolist() != shape_after.tolist():
             return math.inf
-        if self.equal:
-            return 0.0 if sums[0] == 0 else math.nan
-        difference, square = map(float, sums)
+        difference, square = (float(total.item()) for total in sums)
         if not (math.isfinite(square) and math.isfinite(difference)):
             return math.nan
         # Relative to what it should be; of zeros the error is taken as it is.
@@ -156,16 +148,11 @@ def prove(
     for firing in firings:
         for name, after in firing.after.items():
             kind = types.get(name, 0)
-            is_constant = name not in changing
-            pair = _Comparison(
-                index=len(constants) + len(computed),
-                name=name,
-                after=after,
-                type=kind,
-                whole=kind not in _STEP,
-                equal=is_constant and kind in _WIDE,
-            )
-            (constants if is_constant else computed).setdefault((name, id(after)), pair)
+            pair = _Comparison(len(constants) + len(computed), name, after, kind, whole=kind not in _STEP)
+            pairs = computed
+            if name not in changing:
+                pairs = constants
+            pairs.setdefault((name, id(after)), pair)
     # What is computed from constants alone is the same on every feed.
     errors = dict(zip(constants, _errors(unfused, list(constants.values()), feeds[:1]), strict=True))
     proved = [(pair.name, pair.after) for key, pair in constants.items() if errors[key] == 0.0]
@@ -258,7 +245,7 @@ def _errors(unfused: ir.Model, pairs: list[_Comparison], feeds: Sequence[Feed]) 
     # Sums that are not finite say nothing about which side has the NaN, and a difference nothing about its size; those
     # few values are looked at whole.
     unclear = [index for index, error in enumerate(errors) if math.isnan(error)]
-    again = _errors(unfused, [replace(pairs[index], whole=True, equal=False) for index in unclear], feeds)
+    again = _errors(unfused, [replace(pairs[index], whole=True) for index in unclear], feeds)
     for index, error in zip(unclear, again, strict=True):
         errors[index] = error
     return errors
