@@ -57,6 +57,8 @@ CHANNELS = "channels"  # a row for each channel of a few layers, the worst chann
 HISTOGRAMS = "histograms"  # `Histogram.profile` of values, with their ranges
 FLIPPED = "flipped samples"  # some samples whose answer flipped: a picture (`picture`, a data URI) or words (`text`)
 CONVERGENCE = "convergence"  # how far scales moved while calibration read more samples; changes are relative
+UNMEASURED = "not measured"
+"""What a gate saw that could not be judged: it fails, but nothing is known to be wrong."""
 RESCALED = "/rescaled"
 """Behind the name of a value whose channels quantisation scaled: its numbers are not those of the float model's."""
 
@@ -151,6 +153,18 @@ class LayerDiff:
         return float(own) if isinstance(own, int | float) and own < math.inf else None
 
     @property
+    def fault(self) -> str:
+        """Why the value did not pass."""
+        if self.one_sided:
+            what = f"{self.one_sided} elements are NaN or Inf on one side only"
+        else:
+            measured = getattr(self, self.judged)
+            seen = UNMEASURED if measured is None else f"{measured:.3g}"
+            what = f"{self.judged} {seen}, tolerance {self.tolerance:.3g}"
+        cause = self.extra.get("cause")
+        return f"{what}; {cause}" if cause else what
+
+    @property
     def where(self) -> str:
         """What a person reads: the module path, or the value's name where there is no module."""
         return self.module or self.name
@@ -170,10 +184,6 @@ def decibels(signal: float, noise: float) -> float:
     if signal <= 0.0:
         return -math.inf
     return 10.0 * (math.log10(signal) - math.log10(noise))
-
-
-UNMEASURED = "not measured"
-"""What a gate saw that could not be judged: it fails, but nothing is known to be wrong."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +257,9 @@ class Report:
         reasons = [f"{gate.name}: {gate.seen}, expected {gate.expected}" for gate in failing]
         first = self.first_failing()
         if first is not None:
-            reasons.append(_blame(first, sum(not r.passed for r in self.records)))
+            later = sum(not record.passed for record in self.records) - 1
+            others = f" ({later} later values fail too)" if later else ""
+            reasons.append(f"{first.name} ({first.op} {first.module}): {first.fault}{others}")
         hints = [*(gate.hint for gate in failing if gate.hint), f"see: pipe diff {self.stage}"]
         return StageError("; ".join(reasons), where=self.stage, hint=hints[0])
 
@@ -267,21 +279,6 @@ class Report:
 @cache
 def _reader() -> TypeAdapter[Report]:
     return TypeAdapter(Report)
-
-
-def _blame(record: LayerDiff, failing: int) -> str:
-    if record.one_sided:
-        what = f"{record.one_sided} elements are NaN or Inf on one side only"
-    else:
-        measured = getattr(record, record.judged)
-        value = "not measured" if measured is None else f"{measured:.3g}"
-        what = f"{record.judged} {value}, tolerance {record.tolerance:.3g}"
-    cause = record.extra.get("cause")
-    if cause:
-        what += f"; {cause}"
-    if failing > 1:
-        what += f" ({failing - 1} later values fail too)"
-    return f"{record.name} ({record.op} {record.module}): {what}"
 
 
 def _plain(value: Any) -> Any:

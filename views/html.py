@@ -15,7 +15,7 @@ from layerline.pipeline.commands.settings import changed, settings, versions
 from layerline.pipeline.config.project import as_options
 from layerline.pipeline.reasons import UNSET
 from layerline.pipeline.records.ledger import Record, Run
-from layerline.pipeline.report import CHANNELS, CONVERGENCE, FLIPPED, HISTOGRAMS, OWN, Gate, Report, Scalar
+from layerline.pipeline.report import CHANNELS, CONVERGENCE, FLIPPED, HISTOGRAMS, Gate, Report, Scalar
 from layerline.pipeline.run.plan import Planner
 from layerline.views import document, glossary, plan_tree, run_comparison, summary
 from layerline.views.curves import convergence, curves, validated
@@ -78,11 +78,9 @@ def page(
 
     Args:
         title: the project's name.
-        run: gives the stages and their order.
         reports: by stage; a stage without one is shown with what its record holds.
         missing: stages that a failed run left without a result.
         logs: by stage, the rows of the metrics.csv that a training left.
-        causes: what may be the reason, the likeliest first.
         others: runs to put beside it.
         plans: by stage, the entries of its quantisation plan.
     """
@@ -137,9 +135,8 @@ def grid_data(views: Sequence[TableView], drawn: Mapping[str, Sequence[Mapping[s
     """All rows of a table's views, and what is drawn of their values (histograms, channels), for page.js."""
     data = []
     for view in views:
-        heads = [column.label for column in view.columns]
-        kinds = [column.kind for column in view.columns]
-        data.append({"label": view.label, "heads": heads, "kinds": kinds, "rows": view.rows})
+        columns = {"heads": [c.label for c in view.columns], "kinds": [c.kind for c in view.columns]}
+        data.append({"label": view.label, **columns, "rows": view.rows})
     return {"first": ROWS_AT_FIRST, "views": data, "drawn": drawn}
 
 
@@ -170,25 +167,18 @@ def _stage(
     """What the page shows of a stage.
 
     Args:
-        record: of the stage.
-        report: None where it is missing.
-        log: the rows of the metrics.csv that a training left.
         layer_of: the layer under which a value stands on this page; the record has the name after fusion.
         earlier: whether the artifact comes from an earlier run.
     """
     worst = record.worst or {}
-    columns = {"SQNR dB": worst.get("sqnr_db"), "own dB": None}
+    levels = {"SQNR dB": decibels(number(worst.get("sqnr_db"))), "own dB": decibels(number(worst.get("own_sqnr_db")))}
     layer = layer_of.get(str(worst.get("value")), str(worst.get("layer", "")))
-    counts = ["", ""]
-    if report and report.records:
-        counts = [str(len(report.records)), str(sum(not r.passed for r in report.records))]
-        first = report.sorted(report.order)[0]
-        layer = layer_of.get(first.name, first.where)
-        columns = {"SQNR dB": first.sqnr_db, "own dB": first.extra.get(OWN)}
-    levels = {name: decibels(number(level)) for name, level in columns.items()}
     if set(levels.values()) <= {"", "equal"}:
         layer = ""
-    summary = {**levels, "compared": counts[0], "failed": counts[1], "seconds": f"{record.seconds:.1f}"}
+    summary = {**levels, "seconds": f"{record.seconds:.1f}"}
+    if report and report.records:
+        summary["compared"] = str(len(report.records))
+        summary["failed"] = str(sum(not r.passed for r in report.records))
     # Figures in DEPLOYED come first, so that the limit never cuts them.
     names = sorted(record.metrics, key=lambda name: name not in DEPLOYED)
     figures = [(name, record.metrics[name]) for name in names if record.metrics[name] is not None]
@@ -263,15 +253,12 @@ def _gates(gates: Sequence[Gate]) -> TableView:
 
 def _made_with(record: Record) -> dict[str, str]:
     """The settings that differ from their defaults, and the versions, each as one line."""
-    facts = {}
     fields = settings(record)
-    if fields:
-        differing = ", ".join(f"{field.name}: {field.value}" for field in fields if field.differs)
-        facts["settings"] = differing or "the defaults"
+    differing = ", ".join(f"{field.name}: {field.value}" for field in fields if field.differs)
+    if fields and not differing:
+        differing = "the defaults"
     computed_by = ", ".join(f"{name} {version}" for name, version in versions(record).items())
-    if computed_by:
-        facts["versions"] = computed_by
-    return facts
+    return {name: text for name, text in (("settings", differing), ("versions", computed_by)) if text}
 
 
 def _settings(record: Record) -> TableView:

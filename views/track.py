@@ -26,16 +26,11 @@ _UNFIT = re.compile(r"[^\w\-./ ]")  # what MLflow refuses in a name
 
 
 class Tracker(Protocol):
-    """Where a run is logged."""
+    """Where a run is logged: figures of a step, texts, and at its end the page, which may be empty, and a status."""
 
-    def figures(self, figures: Mapping[str, float], step: int) -> None:
-        """Logs figures of one step."""
-
-    def texts(self, texts: Mapping[str, str]) -> None:
-        """Logs settings and digests."""
-
-    def close(self, page: str, outcome: str) -> None:
-        """Ends the run. `page` is its report, empty where there is none; `outcome` is a status of MLflow."""
+    def figures(self, figures: Mapping[str, float], step: int) -> None: ...
+    def texts(self, texts: Mapping[str, str]) -> None: ...
+    def close(self, page: str, outcome: str) -> None: ...
 
 
 class TensorBoard:
@@ -120,7 +115,7 @@ class Tracking:
     def __init__(self, project: Project, run_id: str, listener: Listener) -> None:
         self._project, self._run_id, self._listener = project, run_id, listener
         self._tracker: Tracker | None = None
-        self._is_opened = False
+        self._is_opened = project.track is None
         self._stage = ""
         self._results: list[Result] = []
 
@@ -130,10 +125,10 @@ class Tracking:
     def started(self, stage: Stage, reason: str) -> None:  # noqa: ARG002  the protocol's
         """Opens the tracker. Raises Unavailable: its library is missing, or it can't be opened."""
         self._stage = stage.name
-        name = self._project.track
-        if self._is_opened or name is None:
+        if self._is_opened:
             return
         self._is_opened = True
+        name = str(self._project.track)
         require_tracker(name)
         try:
             self._tracker = _TRACKERS[name](self._project, self._run_id)
@@ -168,9 +163,7 @@ class Tracking:
         page, outcome = "", "KILLED"
         if done is not None:
             page = self._page(done)
-            outcome = "FAILED"
-            if done.passed:
-                outcome = "FINISHED"
+            outcome = "FINISHED" if done.passed else "FAILED"
         self._send(lambda tracker: tracker.close(page, outcome))
         self._tracker = None
 

@@ -15,7 +15,7 @@ from importlib import metadata
 from statistics import fmean, median
 
 from layerline.pipeline.accuracy import quantize_causes
-from layerline.pipeline.accuracy.evidence import Cause, Evidence, NonFinite, Rule, figure, format_setting, of_lost
+from layerline.pipeline.accuracy.evidence import Cause, Evidence, NonFinite, Rule, format_setting, of_lost
 from layerline.pipeline.config.quantize_fields import HALF_TYPES
 from layerline.pipeline.errors import Unavailable, brief
 from layerline.pipeline.report import Gate, LayerDiff, Report
@@ -88,15 +88,11 @@ def parity_failed(evidence: Evidence) -> Iterator[Cause]:
         first = None if report is None else report.first_failing()
         if first is None or first.one_sided:
             continue
-        measured = figure(getattr(first, first.judged))
-        text = f"{first.op} {first.where}: {first.judged} {measured}, tolerance {figure(first.tolerance)}"
-        if first.extra.get("cause"):
-            text += f"; {first.extra['cause']}"
         yield Cause.at(
             first,
             name=PARITY,
             stage=stage,
-            evidence=text,
+            evidence=f"{first.op} {first.where}: {first.fault}",
             advice=f"see the smallest model that shows it: pipe debug {stage}",
             # It names the layer; what gates say of the outputs follows from it.
             confidence=0.94,

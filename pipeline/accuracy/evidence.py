@@ -135,7 +135,3 @@ def format_setting(evidence: Evidence, name: str, chosen: str = "") -> str:
 def finite(value: Any) -> float | None:
     """A finite number; None for anything else."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def figure(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, int | float) else "not measured"

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from layerline.pipeline.accuracy.causes import PARITY, RULES, Cause, Evidence, NonFinite, Rule, rules
+from layerline.pipeline.accuracy.causes import PARITY, RULES, Cause, Evidence, Rule, rules
 from layerline.pipeline.commands import lookup
 from layerline.pipeline.commands.debug import debug
 from layerline.pipeline.config.project import Project, load
@@ -81,7 +81,7 @@ def explain(project: Project, log: Log, run_id: str | None = None) -> Explained:
         elif record.kind != "engine":  # which is not evaluated anyway
             unfinished.append(f"{stage} was not evaluated: its artifact was removed; pipe run {stage} makes it again")
     scores = _scores(project, folders, log)
-    evidence = _evidence(project, reports, scores.losses, lookup.logs(planner, run), scores.nonfinite)
+    evidence = _evidence(project, reports, lookup.logs(planner, run), scores)
     causes = ranked(evidence)
     unfinished += scores.skipped
     return Explained(_report(evidence, causes, unfinished, scores), causes, folders, scores.feeds)
@@ -96,20 +96,19 @@ def from_reports(
     """
     with suppress(ConfigError):  # pipe.yaml may have changed so that the overrides of the run no longer fit it
         project = load(project.root, run.sets)
-    return ranked(_evidence(project, reports, {}, logs, {}), RULES)
+    return ranked(_evidence(project, reports, logs), RULES)
 
 
 def _evidence(
-    project: Project,
-    reports: Mapping[str, Report],
-    lost: Mapping[str, str],
-    logs: Mapping[str, lookup.Log],
-    nonfinite: Mapping[str, NonFinite],
+    project: Project, reports: Mapping[str, Report], logs: Mapping[str, lookup.Log], scores: Any = None
 ) -> Evidence:
     """What the rules look at. A stage that did not pass has lost something too, unless it could not be judged."""
-    failed = {stage: report.failure().what for stage, report in reports.items() if report.is_wrong}
-    either = {**failed, **lost}
-    losses = {stage.name: either[stage.name] for stage in project.stages if stage.name in either}
+    lost = {stage: report.failure().what for stage, report in reports.items() if report.is_wrong}
+    nonfinite = {}
+    if scores is not None:
+        lost |= scores.losses
+        nonfinite = scores.nonfinite
+    losses = {stage.name: lost[stage.name] for stage in project.stages if stage.name in lost}
     settings = {stage.name: stage.model_dump() for stage in project.stages}
     return Evidence(reports=reports, settings=settings, losses=losses, logs=logs, nonfinite=nonfinite)
 
@@ -175,19 +174,19 @@ def verdict(evidence: Evidence, causes: list[Cause], unfinished: Sequence[str] =
         sentences.append(f"lost in {stage}: {what}")
         if not any(cause.stage == stage for cause in causes):
             sentences.append(f"no rule explains it: see pipe diff {stage}")
-    if causes:
-        cause = causes[0]
+    for cause in causes[:1]:
         layer = f" at {cause.place}" if cause.layer else ""
         sentences.append(f"likely cause: {cause.name}{layer} ({cause.evidence})")
         change = f", with --set {shlex.quote(cause.setting)}" if cause.setting else ""
         sentences.append(f"what to do: {cause.advice}{change}")
-        sentences += _gain(evidence.reports.get(cause.stage), cause)
+        if cause.stage in evidence.reports:
+            sentences += _gain(evidence.reports[cause.stage], cause)
     return sentences
 
 
-def _gain(report: Report | None, cause: Cause) -> list[str]:
+def _gain(report: Report, cause: Cause) -> list[str]:
     """What the outputs gain without the conversion of the layer, where that was measured."""
-    for record in () if report is None else report.sorted("gain"):
+    for record in report.sorted("gain"):
         gain = record.extra.get(GAIN)
         is_meant = cause.value == record.name or cause.layer in (record.name, *record.module.split(", "))
         if is_meant and gain == math.inf:
