@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from layerline.calib.samples import Batch, Input
+from layerline.calib.named_arrays import Input
+from layerline.calib.samples import Batch
 
 PARTS, ROWS = 8, 4
 """Parts kept, and rows of each: batches are cut into such parts where they can be. Smaller batches are kept until they

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from layerline.calib.samples import Array, Batch, Input, Samples
+from layerline.calib.named_arrays import Array, Input
+from layerline.calib.samples import Batch, Samples
 from layerline.pipeline.config.budgets import MaxDrop, by_metric, least_drop, refuse_unmeasured
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import form, leaves, mapped

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from layerline.calib.collect import Session
-from layerline.calib.samples import Batch, Positions
+from layerline.calib.named_arrays import Positions
+from layerline.calib.samples import Batch
 from layerline.pipeline.errors import TaskError
 
 MOST_LABELS = 100_000

@@ -13,7 +13,8 @@ from layerline.backends.base import Feed
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.calib import collect, selection
 from layerline.calib.calibration_survey import Survey
-from layerline.calib.samples import Batch, Input, Positions, Samples
+from layerline.calib.named_arrays import Input, Positions
+from layerline.calib.samples import Batch, Samples
 from layerline.pipeline.config.quantize_fields import Selection
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.stage import Work

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from layerline.calib.samples import Samples, as_array
+from layerline.calib.named_arrays import as_array
+from layerline.calib.samples import Samples
 from layerline.pipeline.errors import PipeError, TaskError
 
 
