@@ -74,7 +74,7 @@ class Conversion:
             judge=search_judge.first_samples_first(self.judge, self.evaluation, self.budget),
             float_format=fields.rest,
             others=others,
-            log=self.data.log.say,
+            log=self.data.work.log.say,
         )
         outcome = search.run()
         # It names the fields of pipe.yaml that fix what was chosen.
@@ -104,7 +104,7 @@ class Conversion:
             finish=self.finished,
             judge=self.judge,
             stop=self.fields.search,
-            log=self.data.log.say,
+            log=self.data.work.log.say,
         )
 
     def finished(self, calibrated: Calibrated) -> tuple[Calibrated, Converted]:

@@ -46,7 +46,7 @@ def compare(stage: str, name: str, work: Work) -> Report:
             raise StageError(error.what, where=error.where, hint=_EMULATED) from error
         raise
     records, notes = compare_on(backend, path, session, probe_files.load(folder))
-    data = CalibrationData(work, signature.inputs, hooks=(), samples=1, batch_size=evaluate.BATCH)
+    data = CalibrationData(work, signature.inputs, batch_size=evaluate.BATCH)
     sessions: dict[str, Session] = {"reference": OnnxRuntime().open(runnable), "candidate": session}
     by_session, why = _scores(sessions, data)
     metrics: dict[str, Scalar] = {}

@@ -194,7 +194,7 @@ def with_outputs(
     outputs = output_sqnr.outputs(converted.reference, converted.measured, feeds)
     warnings = output_sqnr.warning(outputs)
     for text in warnings:
-        data.log.say(text)
+        data.work.log.say(text)
     metrics: Row = {}
     worst = output_sqnr.least(outputs)
     if worst is not None:

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from layerline.calib.hold_out import TOO_FEW
 from layerline.graph.quantization import measured_plan
-from layerline.graph.quantization.calibration_data import TOO_FEW
 from layerline.graph.quantization.convert import Calibrated, Converted
 from layerline.graph.quantization.repairs import Repairer
 from layerline.parity.search_judge import Judge, Verdict

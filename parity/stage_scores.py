@@ -56,7 +56,7 @@ def measure(work: Work, folders: Mapping[str, Path], modules: Mapping[str, Opene
     if not with_signature:
         return Scores((), {}, ("no metric was measured: no stage has left a model to run yet",))
     inputs = Signature.load(with_signature[0]).inputs
-    data = CalibrationData(work, inputs, hooks=(), samples=1, batch_size=evaluate.BATCH)
+    data = CalibrationData(work, inputs, batch_size=evaluate.BATCH)
     samples = data.evaluation()
     if samples is None:
         return Scores((), {}, ("no metric was measured: the task has no eval_data()",))

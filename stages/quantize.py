@@ -155,7 +155,7 @@ class Quantize(QuantizeFields):
             hooks=CALIBRATION_HOOKS,
             samples=self.samples,
             batch_size=self.batch_size,
-            choice=self.selection,
+            selection=self.selection,
             stop_early=self.stop_early and self.stop_early / 100,
             percentile=percentile,
             holds_out=chooses or self.bias_correction or bool(self.repairs) or self.search,

@@ -15,6 +15,7 @@ from layerline.backends.base import Array, Feed
 from layerline.backends.onnxruntime import int8_flag, int8_note
 from layerline.calib.calibrators import Calibrator
 from layerline.calib.collect import Ranges
+from layerline.calib.hold_out import TOO_FEW
 from layerline.calib.plan import QuantPlan
 from layerline.calib.samples import Batch, Samples
 from layerline.calib.scales import Stored
@@ -31,7 +32,7 @@ from layerline.graph.quantization import (
     range_choice,
     rounding,
 )
-from layerline.graph.quantization.calibration_data import TOO_FEW, CalibrationData
+from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.targets import FORMATS, OF_TYPE, OPS, TARGETS
 
 

@@ -124,11 +124,11 @@ def first_pass(work, monkeypatch, batches):  # noqa: F811
     """Calibration data of these batches, and the numbers of the samples that ranges are collected on."""
     data = CalibrationData(work(), (X,), hooks=("calib_data",), samples=512, batch_size=16, holds_out=True)
     replace_samples(data, monkeypatch, batches)
-    return data, numbers(batch.feed for batch in data.survey.through(data._split(data._calibration_batches())))
+    return data, numbers(batch.feed for batch in data.survey.through(data._hold_out.fitted(data._few())))
 
 
 def replace_samples(data, monkeypatch, batches):
-    monkeypatch.setattr(data, "_samples", lambda *_: Samples(batches, (X,), hook="calib_data"))
+    monkeypatch.setattr(data, "_read", lambda *_, **__: Samples(batches, (X,), hook="calib_data"))
 
 
 X = Value(name="x", dtype="float32", shape=("n", 64))
