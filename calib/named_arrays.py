@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from layerline.pipeline.errors import TaskError, first_line
-from layerline.pipeline.inputs.batches import SLICE, answers, is_array, leaves, mapped, outlined, with_arrays
+from layerline.pipeline.inputs.batches import SLICE, answers, leaves, mapped, with_arrays
 from layerline.pipeline.inputs.input_checks import checked_cast
+from layerline.pipeline.outline import is_array, outlined
 
 Array = npt.NDArray[Any]
 Positions = npt.NDArray[np.int64]
