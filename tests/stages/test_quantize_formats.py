@@ -71,7 +71,8 @@ DATA = DATA.astype(np.float32)
         repaired = Quantize(mode=mode, repairs=["gptq", "awq", "adaround"], min_db=0).run(made)
         rows = {row["repair"]: str(row["measured"]) for row in repaired.tables["repairs"]}
         assert [*rows] == ["awq", "adaround", "gptq"] and rows["adaround"] == "nothing to change"
-        assert rows["gptq"].startswith("weights rounded anew: 2; ")
+        # A weight that loses by it on the held-out samples keeps the nearest steps.
+        assert rows["gptq"].startswith("weights rounded anew: ")
         assert repaired.metrics["output_sqnr_db"] >= report.metrics["output_sqnr_db"]
     rest = Quantize(mode=mode, rest="fp16").run(made)
     assert rest.passed and rest.metrics["fp16_nodes"] > 0

@@ -357,7 +357,7 @@ def test_a_layer_that_fails_alone_leaves_the_others_quantised(searched, monkeypa
     layer = ranked.tables["search"][place]["value"]
     needed.add(layer)
     report, _ = searched(net=SIX, repairs=[], rest="fp32")
-    assert report.passed, report.gates
+    assert "search" not in {gate.name for gate in report.gates}
     assert formats(report) == {**formats(ranked), layer: "fp32"}
     assert list(formats(report).values()).count("int8") == 5
     assert report.metrics["evaluations"] == evaluations
