@@ -83,7 +83,11 @@ class Monitor:
         self._times: Counter[str] = Counter()
         self._measures_updates = config.update_ratio
         self._params = params
-        self._before: Tensor | None = None  # weights before the step that is logged
+        # Views of the weights that `update_ratio` is measured on, where all weights lay when they were made, and the
+        # values before the step that is logged.
+        self._sample: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._before: Tensor | None = None
         self._device = device_of(params[0])
         self._norms: deque[float] = deque(maxlen=_NORMS_KEPT)
         self._median = math.inf
@@ -132,8 +136,13 @@ class Monitor:
         """Called before a step that will be a row. `update_ratio` costs as much as the rest of a row: after the first
         steps it is measured once in ten of them, at steps that a resumed run measures too."""
         is_first_of_ten = step // _REVIEW > (step - self.interval) // _REVIEW
-        if self._measures_updates and (step <= _EACH_UPDATE or is_first_of_ten):
-            self._before = _sample(self._params)
+        if not self._measures_updates or (step > _EACH_UPDATE and not is_first_of_ten):
+            return
+        addresses = [param.data_ptr() for param in self._params]
+        if addresses != self._addresses:  # the first time, and where `module.to()` has moved them
+            self._sample, self._addresses = _first_elements(self._params), addresses
+        if self._sample:
+            self._before = torch.cat(self._sample)
 
     def accepted(self, loss: float, norm: float, weight: float, *, clipped: bool) -> None:
         """Takes in one accepted step."""
@@ -255,10 +264,8 @@ class Monitor:
     def _ratio(self, before: Tensor) -> float:
         self._before = None
         size = torch.linalg.vector_norm(before)
-        after = _sample(self._params)
-        if after is None or not size:
-            return math.nan
-        return float(torch.linalg.vector_norm(after.sub_(before))) / float(size)
+        moved = torch.linalg.vector_norm(before.sub_(torch.cat(self._sample)))
+        return float(moved) / float(size) if size else math.nan
 
     def _review(self, norm: float) -> None:
         """Decides what to warn of. A cause that is gone is warned of again when it comes back."""
@@ -320,8 +327,8 @@ def peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _sample(params: Sequence[Tensor]) -> Tensor | None:
-    """The first elements of some parameters that are of one type and device. Of a sharded one it is this rank's
+def _first_elements(params: Sequence[Tensor]) -> list[Tensor]:
+    """Flat views of the first elements of some parameters, of one type and device. Of a sharded one it is this rank's
     part."""
     distance = -(-len(params) // _RATIO_PARAMS)
     parts = [local(p).detach() for p in params[::distance]]
@@ -331,4 +338,4 @@ def _sample(params: Sequence[Tensor]) -> Tensor | None:
         dense = part.is_contiguous() or (part.ndim == 4 and part.is_contiguous(memory_format=torch.channels_last))
         if dense and (part.dtype, part.device) == (parts[0].dtype, parts[0].device):
             kept.append(part.as_strided((min(part.numel(), share),), (1,)))
-    return torch.cat(kept) if kept else None
+    return kept
