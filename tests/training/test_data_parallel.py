@@ -126,8 +126,7 @@ def _sharded(rank: int, config: dict[str, Any], path: str) -> dict[str, Any]:
     mo.apply_mask({"0.weight": torch.eye(7, 5)})
     mo.step((model(_data()[0][rank::2]) - 1).square().sum(), weight=12)
     masked = _weights(mo)["0.weight"]
-    report = sum(r.parameters for r in mo.layer_memory_report())
-    return {"weights": before, "norm": mo.grad_norm, "split": split, "gap": gap, "masked": masked, "bytes": report}
+    return {"weights": before, "norm": mo.grad_norm, "split": split, "gap": gap, "masked": masked}
 
 
 def _both_shards(rank: int, path: str) -> list[dict[str, Any]]:
@@ -148,7 +147,6 @@ def test_sharded_ranks_equal_one_process_and_split_the_weights(tmp_path: Path) -
             assert all(abs(seen["weights"][n] - t).max() <= 2e-6 for n, t in _weights(mo).items())
             assert seen["gap"] == pytest.approx(gap, rel=1e-4) and gap["gap"] != 0
             assert not seen["masked"][torch.eye(7, 5) == 0].any() and seen["masked"].any()
-            assert seen["bytes"] < sum(sizes) * 4
 
 
 def test_a_checkpoint_is_the_same_whoever_wrote_it(tmp_path: Path) -> None:

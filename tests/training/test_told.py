@@ -197,7 +197,6 @@ def test_a_call_that_needs_a_model_names_itself_and_reports_do_all(tmp_path: Pat
     for name, call in {
         "validate": lambda: mo.validate(lambda net: 1.0), "apply_mask": lambda: mo.apply_mask({}),
         "step": lambda: mo.step(X.sum()), "validate_with": lambda: mo.validate_with(lambda net: 1.0),
-        "layer_memory_report": lambda: mo.layer_memory_report(X),
     }.items():  # fmt: skip
         with pytest.raises(ConfigError, match=rf"^{name}: which of \['d', 'g'\]") as caught:
             call()
@@ -205,7 +204,6 @@ def test_a_call_that_needs_a_model_names_itself_and_reports_do_all(tmp_path: Pat
     plan = mo.plan()
     assert plan.model == "g" and [o.model for o in plan.others] == ["d"] and "\nd: AdamW(" in str(plan)
     assert list(mo.plan("d").groups) == ["weight", "bias"] and not mo.plan("d").others
-    assert [row.module for row in mo.layer_memory_report()] == ["g.0", "d"]
     mo.export_metrics(tmp_path / "new" / "m.csv")
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["m-d.csv", "m-g.csv"]
 

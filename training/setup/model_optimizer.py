@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config import aliases
 from layerline.training.config.sections import Config
-from layerline.training.loop import ema_swap, halving, loop_mistakes, memory_report, model_sync, monitors
+from layerline.training.loop import ema_swap, halving, loop_mistakes, model_sync, monitors
 from layerline.training.loop import masks as masks_of
 from layerline.training.loop.best_checkpoints import FOLDER, Best
 from layerline.training.loop.halving import Forward
 from layerline.training.loop.mask_choice import Gradual, configured
-from layerline.training.loop.memory_report import LayerMemory
 from layerline.training.loop.step_engine import Lane
 from layerline.training.loop.step_result import StepResult, step_result
 from layerline.training.model import precision
-from layerline.training.model.canonical_names import check_apart, unwrap
+from layerline.training.model.canonical_names import check_apart
 from layerline.training.model.recompute import Checkpointed
 from layerline.training.optimizers import custom
 from layerline.training.setup import capabilities, members
@@ -337,7 +336,7 @@ class ModelOptimizer:
         if self.ranks is None or self.ranks.rank == 0:
             monitors.export({name: lane.monitor for name, lane in self.lanes.items()}, Path(path))
 
-    # Pruning and memory.
+    # Pruning.
 
     def apply_mask(
         self, masks: Mapping[str, Tensor] | Gradual, *, replace: bool = False, only: str | None = None
@@ -349,20 +348,6 @@ class ModelOptimizer:
             replace: drop the earlier masks first (`{}` drops all). Otherwise a weight stays only if all masks keep it.
         """
         masks_of.apply(self._lane(only, "apply_mask"), masks, replace=replace)
-
-    def layer_memory_report(self, *inputs: Any, only: str | None = None, **named_inputs: Any) -> list[LayerMemory]:
-        """Bytes that each module holds: parameters, gradients, optimizer state, averages and activations. The inputs
-        are the arguments of one forward pass, which measures the activations; without them these are None."""
-        if not (inputs or named_inputs):
-            lanes = self.lanes if only is None else {"": self._lane(only, "layer_memory_report")}
-            return memory_report.report_all(lanes)
-        lane = self._lane(only, "layer_memory_report")
-
-        def forward() -> Any:
-            with self.autocast():
-                return unwrap(lane.model)(*inputs, **named_inputs)
-
-        return memory_report.report(lane, forward)
 
     # Validation.
 
