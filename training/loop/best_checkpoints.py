@@ -40,11 +40,12 @@ class Best:
     def observe(self, metric: float, step: int, save: Callable[[Path], object]) -> None:
         """Takes in one validation; NaN is never among the best. Of several at one step the best one counts: they share
         a checkpoint."""
-        before = next((entry for entry in self.entries if entry.step == step), None)
-        if before is not None:
-            if not self._beats(metric, before.metric):
-                return
-            self.entries.remove(before)
+        for before in self.entries:
+            if before.step == step:
+                if not self._beats(metric, before.metric):
+                    return
+                self.entries.remove(before)
+                break
         ahead = sum(not self._beats(metric, entry.metric) for entry in self.entries)
         improved = ahead == 0 and not math.isnan(metric)
         self.waited = 0 if improved else self.waited + 1

@@ -149,7 +149,7 @@ class Ema(Policy):
 
     def _copy(self, count: int | None = None) -> None:
         """Takes over the first `count` sources as they are: parameters come before buffers."""
-        torch._foreach_copy_(self._averages[:count], [local(s) for s in self.sources[:count]])
+        torch._foreach_copy_(self._averages[:count], list(map(local, self.sources[:count])))
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -158,7 +158,7 @@ class Ema(Policy):
         if not self.swapped:
             if not self.updates:
                 self._copy()
-            self._statistics = [average.clone() for average in averaged_statistics]
+            self._statistics = list(map(torch.clone, averaged_statistics))
         for i, (source, average) in enumerate(zip(self.sources, self.shadow, strict=True)):
             if source.dtype == average.dtype:
                 held = source.clone()

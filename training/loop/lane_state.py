@@ -126,7 +126,7 @@ class LaneState:
             self.scale,
             self.rate,
         )
-        return [policy for policy in in_order if policy is not None]
+        return list(filter(None, in_order))
 
     def take_stock(self) -> None:
         """Works out what depends on `params`: at first, and when some were added."""

@@ -144,8 +144,8 @@ def warn_of_changed_loss(monitor: Monitor, loss: Tensor, weight: float | None, a
 
 
 def watch_autocast(model: nn.Module, monitor: Monitor, config: Config, device: torch.device) -> None:
-    """Warns when the first forward pass that trains runs without the autocast that `precision.amp` asks for. A model
-    whose parameters are all half computes in half precision without it."""
+    """Warns when the first forward pass that trains runs without the autocast that `precision.amp` asks for."""
+    # A model whose parameters are all half computes in half precision without it.
     if config.precision.amp == "fp32" or all(p.dtype in HALF for p in model.parameters() if p.is_floating_point()):
         return
 

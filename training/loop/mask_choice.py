@@ -66,8 +66,7 @@ def two_of_four(model: nn.Module, *, skip: Sequence[str] = ()) -> dict[str, Tens
 def channels(model: nn.Module, sparsity: float, *, skip: Sequence[str] = (), norms: bool = False) -> dict[str, Tensor]:
     """Masks that drop whole output channels, those of smallest L2 norm: round(sparsity · channels) of each Linear and
     convolution layer, one at least stays. The channel's bias goes too, so that it gives exactly zero and can be cut out
-    later; with `norms` also what the BatchNorm that is registered right behind gives for it. The output channels of a
-    transposed convolution are on axis 1, group by group on axis 0."""
+    later; with `norms` also what the BatchNorm that is registered right behind gives for it."""
     layers = _layers(model, skip)
     weights = {name: whole(param.detach()).float() for name, (_, param) in layers.items()}
     _check(sparsity, weights)
@@ -75,7 +74,8 @@ def channels(model: nn.Module, sparsity: float, *, skip: Sequence[str] = (), nor
     masks: dict[str, Tensor] = {}
     for name, (layer, _) in layers.items():
         weight = weights[name]
-        # (groups, output channels of a group, everything else)
+        # (groups, output channels of a group, everything else). Those of a transposed convolution are on axis 1, group
+        # by group on axis 0.
         if isinstance(layer, _TRANSPOSED):
             by_channel = weight.view(layer.groups, -1, *weight.shape[1:]).transpose(1, 2)
         else:
@@ -95,8 +95,8 @@ def channels(model: nn.Module, sparsity: float, *, skip: Sequence[str] = (), nor
 
 
 def cubic(step: int, *, begin: int, end: int, final: float) -> float:
-    """Sparsity at a step: s_f (1 - (1 - (t - t_0) / (t_1 - t_0))³) (Zhu & Gupta 2017, equation 1). Fast at first, while
-    there is much to spare, slow at the end; 0.4375 half-way to 0.5."""
+    """Sparsity at a step: s_f (1 - (1 - (t - t_0) / (t_1 - t_0))³) (Zhu & Gupta 2017, equation 1)."""
+    # Fast at first, while there is much to spare, slow at the end: 0.4375 half-way to 0.5.
     if step >= end:
         return final
     left = 1.0 - max(step - begin, 0) / (end - begin)

@@ -133,12 +133,13 @@ class Monitor:
         return self.interval > 0 and step % self.interval == 0
 
     def before(self, step: int) -> None:
-        """Called before a step that will be a row. `update_ratio` costs as much as the rest of a row: after the first
-        steps it is measured once in ten of them, at steps that a resumed run measures too."""
+        """Called before a step that will be a row."""
+        # `update_ratio` costs more than the rest of a row: after the first steps it is measured once in ten of them,
+        # at steps that a resumed run measures too.
         is_first_of_ten = step // _REVIEW > (step - self.interval) // _REVIEW
         if not self._measures_updates or (step > _EACH_UPDATE and not is_first_of_ten):
             return
-        addresses = [param.data_ptr() for param in self._params]
+        addresses = list(map(Tensor.data_ptr, self._params))
         if addresses != self._addresses:  # the first time, and where `module.to()` has moved them
             self._sample, self._addresses = _first_elements(self._params), addresses
         if self._sample:

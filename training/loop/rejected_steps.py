@@ -46,8 +46,8 @@ def spoilt_weight(lane: LaneState) -> str | None:
 
 
 def weights_spoilt(lane: LaneState) -> bool:
-    """Looks for a weight that an earlier update made Inf or NaN. True when the last checkpoint was put back for it. Of
-    several ranks all must ask at the same step."""
+    """Looks for a weight that an earlier update made Inf or NaN. True when the last checkpoint was put back for it."""
+    # Of several ranks all must ask at the same step.
     name = spoilt_weight(lane)
     if name is None:
         return False

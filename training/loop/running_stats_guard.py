@@ -30,7 +30,7 @@ class Guard(Policy):
 
     def __init__(self, live: Slots) -> None:
         self._live = live
-        self._kept = [t.clone() for t in live.now()]
+        self._kept = list(map(torch.clone, live.now()))
         self._aside: list[Tensor] = []
 
     def follow(self, live: Slots) -> None:
@@ -47,7 +47,7 @@ class Guard(Policy):
         """Takes the present values as good."""
         live = self._live.now()
         if self._grown(live):
-            self._kept = [t.clone() for t in live]
+            self._kept = list(map(torch.clone, live))
         else:
             torch._foreach_copy_(self._kept, live)
 
@@ -68,7 +68,7 @@ class Guard(Policy):
         names = self._live.names
         counters = [t for n, t in zip(names, self._live.now(), strict=True) if n.endswith("num_batches_tracked")]
         if swapped:
-            self._aside = [t.clone() for t in counters]
+            self._aside = list(map(torch.clone, counters))
         elif self._aside:
             torch._foreach_copy_(counters, self._aside)
             self._aside = []

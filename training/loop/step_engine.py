@@ -88,8 +88,7 @@ class Lane(LaneState):
 
     def backward(self, loss: Tensor, weight: float | None = None, *, share: float = 1.0) -> None:
         """Adds the gradients of one loss to the window; see Window for the meaning of `weight`. A loss without weight
-        counts by `share` where it is the mean of a part of a micro-batch. Whatever the backward pass itself raises
-        drops the window: a part of its gradients may have been added."""
+        counts by `share` where it is the mean of a part of a micro-batch."""
         self._add(loss, weight, share)
         self.window.witness = witness(self.stepped)
 
@@ -124,7 +123,7 @@ class Lane(LaneState):
         except ConfigError:
             raise
         except BaseException as error:
-            self.forget()
+            self.forget()  # a part of the gradients may have been added
             loop_mistakes.explain_backward(self, error)
             raise
 
@@ -183,8 +182,10 @@ class Lane(LaneState):
         try:
             return self._attempt()
         except BaseException as error:
-            grads = [(n, p.grad) for n, p in zip(self.names, self.stepped, strict=True) if p.grad is not None]
-            sparse = next((name for name, grad in grads if grad.layout is not torch.strided), None)
+            sparse = None
+            for name, param in zip(self.names, self.stepped, strict=True):
+                if param.grad is not None and param.grad.layout is not torch.strided:
+                    sparse = name
             self.forget()
             loop_mistakes.explain_step(self, error, sparse)
             raise

@@ -186,8 +186,8 @@ def check(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tens
 
 
 def resized(model: Named, tensors: Mapping[str, Tensor], *, try_only: bool = True) -> set[str]:
-    """Buffers that their module resizes when it loads a tensor of another shape, as torch's load_state_dict() allows.
-    For example, the scale of a per-channel FakeQuantize is one number until its first forward pass."""
+    """Buffers that their module resizes when it loads a tensor of another shape, as load_state_dict() allows."""
+    # For example, the scale of a per-channel FakeQuantize is one number until its first forward pass.
     differing = {n for n, b in model.buffers.items() if n in tensors and tensors[n].shape != b.shape}
     owners = {id(model.owners[n]): model.owners[n] for n in differing}
     out: set[str] = set()

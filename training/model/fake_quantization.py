@@ -30,12 +30,12 @@ def stop_observers(model: nn.Module) -> None:
 
 @contextmanager
 def ranges_kept(model: nn.Module) -> Iterator[None]:
-    """Inside, forward passes leave all ranges as they are. Observers with a switch are off, as in the weights that
-    ship. Those without one get their buffers back."""
+    """Inside, forward passes leave all ranges as they are."""
     kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
     for module in model.modules():
         if is_observer(module) or "observer_enabled" in module._buffers:
             kept += [(module, name, b, b.clone()) for name, b in module._buffers.items() if b is not None]
+    # Observers with a switch are off, as in the weights that ship. Those without one get their buffers back.
     stop_observers(model)
     try:
         yield
@@ -51,7 +51,7 @@ def ranges_kept(model: nn.Module) -> Iterator[None]:
 def without_fake_quantization(model: nn.Module) -> Iterator[None]:
     """Inside, fake quantisation passes its input on."""
     switches = _switches(model, "fake_quant_enabled")
-    before = [switch.clone() for switch in switches]
+    before = list(map(torch.clone, switches))
     attributes = [(module, module.enabled) for module in _torchao(model)]
     for switch in switches:
         switch.zero_()
@@ -67,8 +67,7 @@ def without_fake_quantization(model: nn.Module) -> Iterator[None]:
 
 
 def _switches(model: nn.Module, name: str) -> list[Tensor]:
-    switches = [module._buffers.get(name) for module in model.modules()]
-    return [switch for switch in switches if switch is not None]
+    return [switch for path, switch in model.named_buffers() if path.rpartition(".")[2] == name]
 
 
 def _torchao(model: nn.Module) -> list[nn.Module]:

@@ -22,14 +22,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 class Checkpointed:
     """A model some of whose layers store only their inputs and run again in the backward pass.
 
-    Bodies are the outermost nn.Sequential and nn.ModuleList of two layers or more. A Sequential is divided into
-    segments of `every` layers; a layer that writes over its input joins the segment before it. In a ModuleList the
-    user's code runs between the layers, so each layer is a segment. A Sequential of at most `every` layers that
-    contains bodies is not divided; the bodies in it are.
-
-    Gradients equal those of the plain model bit for bit: the second run has the same random numbers, autocast, and
-    copies of the buffers from before the first run. Plain attributes of a layer are not restored, and forward hooks run
-    twice.
+    These are the layers of the outermost nn.Sequential and nn.ModuleList of two layers or more. A Sequential is divided
+    into segments of `every` layers. In a ModuleList the user's code runs between the layers, so each is a segment.
+    Gradients equal those of the plain model bit for bit. Plain attributes of a layer are not restored, and forward
+    hooks run twice.
     """
 
     def __init__(self, model: nn.Module, every: int = 4) -> None:
@@ -68,6 +64,7 @@ class _Segmented:
         """The layers of each segment, as the body has them now."""
         out: list[list[nn.Module]] = []
         for layer in self._body:
+            # A layer that writes over its input joins the segment before it: the input is kept for the second run.
             if not out or (len(out[-1]) >= self._every and not _overwrites(layer)):
                 out.append([])
             out[-1].append(layer)
@@ -100,7 +97,8 @@ def _overwrites(layer: nn.Module) -> bool:
 def _recomputed(run: Callable[..., Any], layers: Sequence[nn.Module], args: tuple[Any, ...], kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
-    # The context restores the random state: torch's preserve_rng_state leaves python's and numpy's out.
+    # The second run has the random numbers, autocast and buffers of the first one. The context restores the random
+    # state: torch's preserve_rng_state leaves python's and numpy's out.
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False,
                       context_fn=partial(_contexts, layers), **kwargs)  # fmt: skip
 
@@ -135,4 +133,5 @@ def _is_body(module: nn.Module, every: int, *, holds_bodies: bool) -> bool:
     if isinstance(module, nn.ModuleList):
         return not any(isinstance(layer, _CONTAINERS) for layer in layers)
     plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    # A short Sequential that contains bodies is left whole: the bodies in it are divided.
     return plain and (len(layers) > every or not holds_bodies)

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a split tensor, on the CPU of every rank; any other tensor unchanged. A collective call: every rank
-    must call it, in the same order. The parts are gathered on the device of the split, over that device's links. The
-    result is moved to the CPU, since the whole model may be larger than a GPU's memory."""
+    must call it, in the same order."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
+    # Gathered on the device of the split, over that device's links. The whole model may be larger than a GPU's memory.
     full: Tensor = tensor.to(device_of(tensor).type).full_tensor()  # type: ignore[attr-defined]
     return full.cpu()
 

@@ -95,8 +95,8 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 
 def _permutes(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether strides are a permutation of dense ones. Others, from a forged file, could overlap or take any amount of
-    memory."""
+    """Whether strides are a permutation of dense ones."""
+    # Others, from a forged file, could overlap or take any amount of memory.
     if len(shape) != len(strides) or any(s < 0 for s in strides):
         return False
     axes = [(stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1]

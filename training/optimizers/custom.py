@@ -45,9 +45,9 @@ def needs_closure(optimizer: Any) -> bool:
 
 
 def check_held(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
-    """Refuses an optimizer with a parameter that is not the model's: its gradient would not be unscaled or clipped, and
-    its value not be saved."""
-    model_params = {id(p) for p in params}
+    """Refuses an optimizer with a parameter that is not the model's."""
+    # Its gradient would not be unscaled or clipped, and its value not be saved.
+    model_params = set(map(id, params))
     for index, param in enumerate(_params_of(optimizer)):
         if param.requires_grad and id(param) not in model_params:
             what = f"parameter {index} of {type(optimizer).__name__}, of shape {tuple(param.shape)}, is not the model's"
@@ -57,7 +57,7 @@ def check_held(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
 
 def idle(optimizer: Any, names: Sequence[str], params: Sequence[nn.Parameter]) -> list[str]:
     """Parameters that a custom optimizer leaves out; none where it has no parameter groups."""
-    stepped = {id(p) for p in _params_of(optimizer)}
+    stepped = set(map(id, _params_of(optimizer)))
     if not stepped:
         return []
     return [n for n, p in zip(names, params, strict=True) if id(p) not in stepped]
@@ -82,8 +82,7 @@ def check_unread(config: OptimizerConfig, optimizer: Any) -> None:
 
 
 def copied(optimizer: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy with all attributes; torch's own __deepcopy__ of an optimizer copies only state and groups. A closure
-    on the instance is left out: it holds the original, as a scheduler's wrapper of step() does."""
+    """A deep copy with all attributes; torch's own __deepcopy__ of an optimizer copies only state and groups."""
     parts = inner(optimizer)
     for part in parts:
         memo[id(part)] = object.__new__(type(part))
@@ -96,6 +95,7 @@ def copied(optimizer: Any, memo: dict[int, Any]) -> Any:
     for part in parts:
         attributes = dict(vars(part))
         for name, value in vars(part).items():
+            # A closure on the instance holds the original, as a scheduler's wrapper of step() does.
             if isinstance(value, FunctionType) and value.__closure__:
                 del attributes[name]
         vars(memo[id(part)]).update(copy.deepcopy(attributes, memo))
@@ -105,8 +105,8 @@ def copied(optimizer: Any, memo: dict[int, Any]) -> Any:
 
 
 def classes(optimizer: Any) -> dict[str, type]:
-    """Classes of plain objects that may be read as optimizer state: those that the optimizer's own package defines. A
-    checkpoint must not create objects of other classes: it could name one whose `__del__` does harm."""
+    """Classes of plain objects that may be read as optimizer state: those that the optimizer's own package defines."""
+    # A checkpoint must not create objects of other classes: it could name one whose `__del__` does harm.
     base_modules: set[str] = set()
     for part in (*inner(optimizer), optimizer):
         for cls in type(part).__mro__:

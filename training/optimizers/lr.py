@@ -95,7 +95,7 @@ class Rate(Policy):
 
     def adopt(self, group: dict[str, Any]) -> None:
         """Takes in a new group of the optimizer that has its full rate, and applies the schedule to it."""
-        place = next(index for index, candidate in enumerate(self._groups) if candidate is group)
+        place = list(map(id, self._groups)).index(id(group))
         self._bases.insert(place, float(group["lr"]))
         group["lr"] *= self._multiplier
 
@@ -116,7 +116,9 @@ class Rate(Policy):
 
     def state_dict(self) -> dict[str, Any]:
         rates = [float(g["lr"]) for g in self._groups]
-        plateau = None if self.plateau is None else self.plateau.state_dict()
+        plateau = None
+        if self.plateau is not None:
+            plateau = self.plateau.state_dict()
         return {"plateau": plateau, "bases": self._bases, "rates": rates}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:

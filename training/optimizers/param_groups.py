@@ -36,9 +36,7 @@ class Member:
 
 
 def members(model: Named, no_decay: Iterable[str] = ()) -> tuple[Member, ...]:
-    """Every parameter that is trained, once, with its group. These never decay: biases, parameters of normalisation
-    layers, the lengths of weight normalisation, anything of at most one dimension (fake-quantisation scales among
-    them), embeddings where `no_decay` says "embeddings", and names that match one of its glob patterns."""
+    """Every parameter that is trained, once, with its group; `_spared` has the reasons not to decay."""
     names = {name: [name] for name, param in model.params.items() if param.requires_grad}
     if not names:
         raise ConfigError("no parameter of the model requires a gradient", where="model")
@@ -70,6 +68,7 @@ def matches(names: Iterable[str], pattern: str) -> bool:
 
 
 def _spared(name: str, param: nn.Parameter, owner: nn.Module, patterns: list[str], *, embeddings: bool) -> str:
+    """Why a parameter never decays; empty where it does."""
     last = name.rpartition(".")[2]
     if last == "bias" or last.startswith(("bias_", "in_proj_bias")):
         return "bias"
@@ -79,7 +78,7 @@ def _spared(name: str, param: nn.Parameter, owner: nn.Module, patterns: list[str
         length = last == "original0" and isinstance(owner[0], _WeightNorm)
     if isinstance(owner, _NORMS) or type(owner).__name__.lower().endswith("norm") or length:
         return "norm"
-    if param.ndim <= 1:
+    if param.ndim <= 1:  # the scales of fake quantisation are among them
         return "1-D"
     if embeddings and isinstance(owner, nn.Embedding | nn.EmbeddingBag):
         return "embedding"
@@ -96,8 +95,7 @@ _SECOND_STACK = 0.5
 
 def placed(model: nn.Module, named: Named, config: OptimizerConfig) -> tuple[Member, ...]:
     """Every trained parameter with its weight decay and its share of the rate. The first rule of `optimizer.groups`
-    that matches one of a parameter's names decides. An explicit `lr` holds alone; `lr_scale` is multiplied by the share
-    that `optimizer.layer_decay` gives."""
+    that matches one of a parameter's names decides."""
     out = members(named, config.no_decay)
     names = list(itertools.chain(*[member.names for member in out]))
     for index, rule in enumerate(config.groups):
@@ -116,6 +114,7 @@ def placed(model: nn.Module, named: Named, config: OptimizerConfig) -> tuple[Mem
             if matches(member.names, rule.match) and (rule.name != "muon" or member.param.ndim == 2):
                 applied = rule
                 break
+        # An explicit `lr` of the rule holds alone; its `lr_scale` is multiplied by the share that layer_decay gives.
         if applied is not None and applied.lr_scale is not None:
             share *= applied.lr_scale
         result.append(replace(member, share=share, rule=applied))
@@ -130,8 +129,7 @@ def rule_name(config: OptimizerConfig, member: Member) -> str:
 
 
 def options(config: OptimizerConfig, member: Member) -> dict[str, Any]:
-    """The fields of the parameter group that a parameter belongs to: its rate, and what else is set for it. A rule's
-    weight decay holds for parameters that decay at all: biases and norms stay without."""
+    """The fields of the parameter group that a parameter belongs to: its rate, and what else is set for it."""
     fields: dict[str, Any] = {"lr": config.base_lr * member.share}
     weight_decay = config.weight_decay
     if member.rule is not None:
@@ -140,7 +138,7 @@ def options(config: OptimizerConfig, member: Member) -> dict[str, Any]:
             fields["lr"] = member.rule.lr
         if member.rule.weight_decay is not None:
             weight_decay = member.rule.weight_decay
-    if not member.decay:
+    if not member.decay:  # a rule's weight decay is not for biases and norms
         weight_decay = 0.0
     if weight_decay is not None:
         fields["weight_decay"] = weight_decay
@@ -148,47 +146,42 @@ def options(config: OptimizerConfig, member: Member) -> dict[str, Any]:
 
 
 def layer_shares(model: nn.Module, names: Sequence[str], decay: float) -> dict[str, float]:
-    """The share of the rate of each parameter, as layer-wise decay gives it (Clark et al. 2020, ELECTRA). The blocks
-    are the children of the ModuleList or Sequential of equal modules that holds the most parameters. The last of n
+    """The share of the rate of each parameter, as layer-wise decay gives it (Clark et al. 2020, ELECTRA). The last of n
     blocks has the share `decay`, the first `decay ** n`, what comes before them `decay ** (n + 1)`, and what follows
     them 1."""
     path, count = _blocks(unwrap(model))
     prefix = f"{path}." if path else ""
-    first = next(i for i, name in enumerate(names) if name.startswith(prefix))
     shares = {}
-    for index, name in enumerate(names):
+    depth = count + 1
+    for name in names:  # in the order of the layers
         if name.startswith(prefix):
-            block = int(name.removeprefix(prefix).partition(".")[0])
-            depth = count - block
-        elif index < first:
-            depth = count + 1
-        else:
+            depth = count - int(name.removeprefix(prefix).partition(".")[0])
+        elif depth <= count:  # behind the blocks
             depth = 0
         shares[name] = decay**depth
     return shares
 
 
 def _blocks(model: nn.Module) -> tuple[str, int]:
+    """Path and number of the blocks: the children of the ModuleList or Sequential of equal modules that holds the most
+    parameters."""
     sizes: dict[str, int] = {}
     counts: dict[str, int] = {}
     for name, module in model.named_modules():
-        children = list(module.children())
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(children) < 2:
-            continue
-        if len({type(child) for child in children}) > 1:
-            continue
-        sizes[name] = sum(p.numel() for p in module.parameters())
-        counts[name] = len(children)
+        kinds = [type(child) for child in module.children()]
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(kinds) > 1 and len(set(kinds)) == 1:
+            sizes[name] = sum(p.numel() for p in module.parameters())
+            counts[name] = len(kinds)
+    best = max(sizes, key=sizes.__getitem__, default="")
+    reason = ""
     if not sizes:
-        what = "the model has no ModuleList or Sequential of equal blocks"
-        hint = "leave it out and write optimizer.groups with lr_scale"
-        raise ConfigError(what, where="optimizer.layer_decay", hint=hint)
-    best = max(sizes, key=sizes.__getitem__)
+        reason = "the model has no ModuleList or Sequential of equal blocks"
     for name, size in sizes.items():
         if size > _SECOND_STACK * sizes[best] and not _nested(name, best):
-            what = f"the model has two stacks of blocks, {best} and {name}, and layer_decay follows one"
-            hint = "leave it out and write optimizer.groups with lr_scale"
-            raise ConfigError(what, where="optimizer.layer_decay", hint=hint)
+            reason = f"the model has two stacks of blocks, {best} and {name}, and layer_decay follows one"
+    if reason:
+        hint = "leave it out and write optimizer.groups with lr_scale"
+        raise ConfigError(reason, where="optimizer.layer_decay", hint=hint)
     return best, counts[best]
 
 

@@ -37,16 +37,18 @@ class Strides:
             for param, stepped in zip(self._params, self._stepped, strict=True):
                 if stepped is not param and _differs(stepped, param):
                     stepped.data = _ordered(stepped, param)
-                for state in [part.state[stepped] for part in parts if stepped in part.state]:
-                    for key, value in state.items():
-                        if type(value) is Tensor and value.shape == stepped.shape and _differs(value, stepped):
-                            state[key] = _ordered(value, stepped)
-            for group in [g for part in parts for g in part.param_groups]:
-                if group.get("fused") and not fusible(group["params"]):
-                    group["fused"], group["foreach"] = False, True
+                for part in parts:
+                    _order_state(part.state.get(stepped, {}), stepped)
+            for part in parts:
+                for group in part.param_groups:
+                    # A parameter with gaps in its memory is beyond those kernels.
+                    if group.get("fused") and not fusible(group["params"]):
+                        group["fused"], group["foreach"] = False, True
             self._settled = now
             self._fused = fused(self._optimizer)
-        for stepped, strides in zip(self._stepped if self._fused else (), now, strict=False):
+        if not self._fused:
+            return
+        for stepped, strides in zip(self._stepped, now, strict=True):
             grad = stepped.grad
             if grad is not None and grad.stride() != strides and _differs(grad, stepped):
                 stepped.grad = _ordered(grad, stepped)
@@ -54,17 +56,19 @@ class Strides:
 
 def inner(optimizer: Any) -> list[torch.optim.Optimizer]:
     """torch's optimizers inside of one that wraps them, innermost first, and itself where it is one."""
+    itself = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
     inside: list[torch.optim.Optimizer] = []
-    for value in vars(optimizer).values() if hasattr(optimizer, "__dict__") else ():
-        candidates = [value]
-        if isinstance(value, list | tuple | dict) and not isinstance(optimizer, torch.optim.Optimizer):
-            candidates = list(value.values()) if isinstance(value, dict) else list(value)
+    for value in getattr(optimizer, "__dict__", {}).values():
+        candidates: list[Any] = [value]
+        # A plain object may hold several; in an optimizer of torch such a container is state or groups.
+        if isinstance(value, dict) and not itself:
+            candidates = list(value.values())
+        elif isinstance(value, list | tuple) and not itself:
+            candidates = list(value)
         for candidate in candidates:
             if isinstance(candidate, torch.optim.Optimizer):
                 inside += inner(candidate)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        inside.append(optimizer)
-    return inside
+    return inside + itself
 
 
 def fused(optimizer: Any) -> bool:
@@ -75,6 +79,13 @@ def fused(optimizer: Any) -> bool:
 def fusible(params: Sequence[Tensor]) -> bool:
     """Whether none of the tensors has gaps in its memory or elements that share it."""
     return all(dense(p) == p.stride() for p in params)
+
+
+def _order_state(state: dict[str, Any], param: Tensor) -> None:
+    for key, value in state.items():
+        # A tensor of another shape, as adafactor's rows and columns, is no state of single elements.
+        if type(value) is Tensor and value.shape == param.shape and _differs(value, param):
+            state[key] = _ordered(value, param)
 
 
 def _differs(tensor: Tensor, param: Tensor) -> bool:
