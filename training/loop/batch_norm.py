@@ -14,6 +14,7 @@ def batch_norms(model: nn.Module) -> list[str]:
     A layer in eval mode uses its running statistics and is not among them, unless it has none."""
     paths: dict[nn.Module, str] = {}
     for path, module in modules(model):
+        # InstanceNorm is of another class: it normalises each sample by itself.
         if isinstance(module, _BATCH_NORM) and (module.training or module.running_mean is None):
             paths.setdefault(module, path)
     return list(paths.values())
@@ -53,6 +54,7 @@ def to_group_norm(model: nn.Module, groups: int = 32) -> list[str]:
 def _group_norm(norm: nn.modules.batchnorm._BatchNorm, groups: int) -> nn.GroupNorm:
     channels = norm.num_features
     count = min(groups, channels)
+    # GroupNorm takes a number of groups that divides the channels alone.
     while channels % count:
         count -= 1
     new = nn.GroupNorm(count, channels, norm.eps, norm.affine)

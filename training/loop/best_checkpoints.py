@@ -48,6 +48,7 @@ class Best:
                 break
         ahead = sum(not self._beats(metric, entry.metric) for entry in self.entries)
         improved = ahead == 0 and not math.isnan(metric)
+        # NaN is no improvement.
         self.waited = 0 if improved else self.waited + 1
         keep = max(self._config.keep_best, 1)
         if math.isnan(metric) or ahead >= keep:

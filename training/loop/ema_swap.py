@@ -24,6 +24,7 @@ def switch(lane: LaneState, *, ema: bool) -> None:
         return
     model_sync.refresh(lane)
     lane.ema.swap()
+    # The swap was of the masters: the model has rounded copies of them.
     if lane.masters is not None:
         lane.masters.publish()
     if lane.guard is not None:
@@ -44,6 +45,7 @@ def online(lane: LaneState) -> Iterator[None]:
 def shipped(lane: LaneState) -> dict[str, Tensor]:
     """Copies of the weights that would ship: averages where there are any, float32, tied tensors once; those of a
     sharded model on the CPU."""
+    # A buffer that a forward pass has replaced is another tensor now.
     model_sync.refresh(lane)
     with online(lane):
         tensors = lane.named.tensors
@@ -61,9 +63,11 @@ def validate(lane: LaneState, metric: Callable[[nn.Module], float]) -> dict[str,
     """`metric` of the online weights without fake quantisation, and of what would ship; both in eval mode."""
     with modes_kept(lane.model):
         lane.model.eval()
+        # In this order: the ranges are put back into the buffers that the model holds at the end.
         with torch.no_grad(), ranges_kept(lane.model), online(lane):
             with without_fake_quantization(lane.model):
                 plain = _number(metric(lane.model))
+            # Without an average and fake quantisation both are one model, and measured once.
             deploy = plain
             if lane.ema is not None or is_fake_quantized(lane.model):
                 switch(lane, ema=True)

@@ -107,6 +107,7 @@ def _halve(lane: LaneState, samples: int, count: int) -> None:
     """Halves the parts of this and all later micro-batches, with a warning."""
     largest = -(-samples // count)
     lane.largest_part = -(-largest // 2)
+    # The failed pass may be alive in cycles of objects.
     gc.collect()
     if lane.device.type == "cuda":
         torch.cuda.empty_cache()  # pieces of another size are of no use to smaller parts
@@ -126,6 +127,7 @@ class _Before:
 
     def __init__(self, lane: LaneState, models: Sequence[nn.Module]) -> None:
         lane.window.check_gradients(lane.stepped)
+        # Its gradient is set aside below, and that is no mistake of the loop.
         lane.window.witness = None
         self._lane = lane
         self._window = replace(lane.window, losses=list(lane.window.losses))
@@ -141,6 +143,7 @@ class _Before:
         lane.window = self._window
         for param, grad in zip(lane.stepped, self._grads, strict=True):
             param.grad = grad
+        # The failed pass may have written to buffers in place: the copies take their place.
         for module, name, buffer in self._past.buffers:
             module._buffers[name] = buffer
         redraw(self._past.draws)

@@ -86,6 +86,7 @@ def channels(model: nn.Module, sparsity: float, *, skip: Sequence[str] = (), nor
         if isinstance(layer, _TRANSPOSED):
             mask = mask.transpose(1, 2)
         masks[name] = mask.reshape(weight.shape).contiguous()
+        # A masked channel gives exactly zero only without its bias.
         if isinstance(layer.bias, nn.Parameter):
             masks[f"{name.rpartition('.')[0]}.bias".lstrip(".")] = kept
         norm_path, norm_channels = behind.get(layer, ("", 0))
@@ -153,6 +154,7 @@ def configured(model: nn.Module, config: Config) -> Gradual | None:
     method: Method = "layer"
     if pruning.method != "magnitude":
         method = pruning.method
+    # It is chosen once: the pattern has one share.
     if method == "2:4":
         end = begin + 1
     skip = pruning.skip
@@ -165,6 +167,7 @@ def configured(model: nn.Module, config: Config) -> Gradual | None:
 def _norms_behind(model: nn.Module) -> dict[nn.Module, tuple[str, int]]:
     """Path and channels of the BatchNorm that is registered right behind a module."""
     paths = first_paths(model)
+    # Registered order stands for the order in the network, as in Sequential.
     leaves = [module for module in paths if not module._modules]
     behind: dict[nn.Module, tuple[str, int]] = {}
     for module, after in pairwise(leaves):
@@ -192,6 +195,7 @@ def _keep(scores: Tensor, drop: int) -> Tensor:
     """True for all but the `drop` smallest; of equal ones the first are dropped."""
     keep = torch.ones_like(scores, dtype=torch.bool)
     if drop:
+        # kthvalue() takes one pass; of equal scores at the bound the first ones are dropped until the count is right.
         bound = scores.kthvalue(drop).values
         smaller = scores < bound
         keep &= ~smaller

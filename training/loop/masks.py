@@ -40,6 +40,7 @@ class Masks(Policy):
         """Masks besides those there are: a weight stays where all of them leave it. A second schedule takes the place
         of the first."""
         if self._lane.peers is not None:
+            # Ranks with different masks would train different models.
             contents = self._lane.peers.gather(_content(masks))
             for rank, content in enumerate(contents):
                 if content != contents[0]:
@@ -89,6 +90,7 @@ class Masks(Policy):
         self.gradual = self._chosen = None
         if state["gradual"]:
             self.gradual = Gradual(**{**state["gradual"], "skip": tuple(state["gradual"]["skip"])})
+            # The saved masks are those of this step of the schedule: they are not chosen again.
             self._chosen = self.gradual.latest(step)
         self.masks = {}
         self._set({name: mask.clone() for name, mask in state["masks"].items()})
@@ -139,6 +141,7 @@ class Masks(Policy):
 def apply(lane: LaneState, masks: Mapping[str, Tensor] | Gradual, *, replace: bool) -> None:
     """Adds masks to those of a model, or puts them in their place."""
     if lane.peers is not None:
+        # A sharded unit that is whole at the moment holds other tensors.
         lane.peers.release()
     if isinstance(lane.masks, Masks) and not replace:
         lane.masks.add(masks)
@@ -152,6 +155,7 @@ def _content(masks: Mapping[str, Tensor] | Gradual) -> str:
     digest = hashlib.sha256()
     for name, mask in masks.items():
         digest.update(f"{name} {tuple(mask.shape)}".encode())
+        # Masks may be of any type: what counts is where they are zero.
         digest.update((whole(mask.detach()) != 0).cpu().numpy().tobytes())
     return digest.hexdigest()
 

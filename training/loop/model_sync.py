@@ -27,6 +27,7 @@ def refresh(lane: LaneState, *, warn: bool = True) -> None:
     for name, param, kind in zip(lane.names, lane.params, lane.kinds, strict=True):
         if id(param) not in present:
             what = "is no longer in the model"
+            # load_state_dict(assign=True) and a replaced layer put another tensor under the same name.
             if name in lane.named.params or name in lane.named.aliases:
                 what = "is another tensor"
             raise ConfigError(f"this parameter {what} since ModelOptimizer was made", where=name, hint=_ANEW)
@@ -42,6 +43,7 @@ def refresh(lane: LaneState, *, warn: bool = True) -> None:
         lane.names[:] = names
     lane.find_frozen()
     if warn:
+        # A user's optimizer may have gained a parameter that the model does not have.
         if lane.custom:
             custom.check_held(lane.optimizer, lane.params)
         trained = set(map(id, lane.params))
@@ -59,14 +61,15 @@ def join(lane: LaneState) -> list[str]:
     trained = set(map(id, lane.params))
     placed = param_groups.placed(lane.model, lane.named, lane.config.optimizer)
     fresh = [member for member in placed if id(member.param) not in trained]
-    late = [m.param for m in fresh]
-    idle = custom.idle(lane.optimizer, [m.name for m in fresh], late) if lane.custom else []
-    if idle:
-        raise ConfigError("a custom optimizer must hold a parameter before it joins", where=idle[0],
-                          hint="optimizer.add_param_group({'params': …}) first")  # fmt: skip
+    names = [member.name for member in fresh]
+    late = [member.param for member in fresh]
+    if lane.custom:
+        for name in custom.idle(lane.optimizer, names, late):
+            raise ConfigError("a custom optimizer must hold a parameter before it joins", where=name,
+                              hint="optimizer.add_param_group({'params': …}) first")  # fmt: skip
     if fresh and masters(lane.config, late, custom=lane.custom):
-        raise ConfigError("a half parameter needs a master, and can only join at construction",
-                          where=fresh[0].name, hint="make ModelOptimizer after changing the model")  # fmt: skip
+        raise ConfigError("a half parameter needs a master, and can only join at construction", where=names[0],
+                          hint="make ModelOptimizer after changing the model")  # fmt: skip
     if lane.peers is not None:
         lane.peers.admit(fresh)
     for member in fresh:
@@ -74,10 +77,10 @@ def join(lane: LaneState) -> list[str]:
     lane.members += tuple(fresh)
     _in_order(lane)
     if lane.monitor.per_layer:
-        lane.monitor.add_columns([f"grad_norm/{m.name}" for m in fresh])
+        lane.monitor.add_columns([f"grad_norm/{name}" for name in names])
     lane.take_stock()
     take_over(lane)
-    return [m.name for m in fresh]
+    return names
 
 
 def take_over(lane: LaneState) -> None:

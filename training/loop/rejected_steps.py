@@ -51,12 +51,9 @@ def weights_spoilt(lane: LaneState) -> bool:
     name = spoilt_weight(lane)
     if name is None:
         return False
-    error = StageError(
-        f"{name} is Inf or NaN after step {lane.steps}: an update was not finite",
-        where=name,
-        hint="lower the learning rate, or keep the weights in float32; "
-        "`nonfinite: {policy: rollback}` goes back to the last checkpoint",
-    )
+    hint = "lower the learning rate, or keep the weights in float32; `nonfinite: {policy: rollback}` goes back to the "
+    error = StageError(f"{name} is Inf or NaN after step {lane.steps}: an update was not finite", where=name,
+                       hint=hint + "last checkpoint")  # fmt: skip
     try:
         if lane.judge is None:
             raise error
@@ -75,19 +72,17 @@ def drop(lane: LaneState) -> None:
 
 def not_finite(lane: LaneState, loss: float, norm: float) -> StageError:
     """The error for a rejected step, naming the first parameter whose gradient is not finite."""
-    bad = [n for n, p in zip(lane.names, lane.stepped, strict=True)
-           if p.grad is not None and not torch.isfinite(p.grad).all()]  # fmt: skip
     what = f"{seen(loss, norm)} at step {lane.steps + 1}"
     if lane.skipped_in_a_row > 1:
         what += f", {lane.skipped_in_a_row} steps in a row"
-    if bad:
-        what += f"; the first gradient that is not finite is that of {bad[0]}"
-    return StageError(
-        what,
-        where=bad[0] if bad else "loss",
-        hint="lower the learning rate, clip gradients, or look for a division or log of 0 there; "
-        "nonfinite.triage: true says where it begins",
-    )
+    where = "loss"
+    for name, param in zip(lane.names, lane.stepped, strict=True):
+        if param.grad is not None and not torch.isfinite(param.grad).all():
+            what += f"; the first gradient that is not finite is that of {name}"
+            where = name
+            break
+    hint = "lower the learning rate, clip gradients, or look for a division or log of 0 there; "
+    return StageError(what, where=where, hint=hint + "nonfinite.triage: true says where it begins")
 
 
 def seen(loss: float, norm: float) -> str:

@@ -36,8 +36,12 @@ class Guard(Policy):
     def follow(self, live: Slots) -> None:
         """Takes over the buffers of a model whose layers were changed; values of those that stayed are kept."""
         kept = dict(zip(self._live.names, self._kept, strict=True))
-        self._kept = [kept[n] if n in kept and kept[n].shape == t.shape else t.clone()
-                      for n, t in zip(live.names, live.now(), strict=True)]  # fmt: skip
+        self._kept = []
+        for name, tensor in zip(live.names, live.now(), strict=True):
+            value = kept.get(name)
+            if value is None or value.shape != tensor.shape:
+                value = tensor.clone()
+            self._kept.append(value)
         self._live = live
 
     def after_accepted(self, step: int) -> None:  # noqa: ARG002

@@ -40,6 +40,7 @@ class StepResult(float):
         return self.moved
 
     def __eq__(self, other: object) -> bool:
+        # `mo.step(loss) == True` asks whether the weights moved, not whether the loss is 1.
         if isinstance(other, bool):
             return self.moved is other
         return super().__eq__(other)
@@ -66,6 +67,7 @@ class PendingResult:
         """The loss, as a tensor's item()."""
         return self.loss
 
+    # numpy asks for it, so that a list of results becomes an array of numbers.
     def __array__(self, *types: Any, **options: Any) -> Any:
         return np.asarray(self.loss, *types, **options)
 
@@ -95,6 +97,7 @@ def step_result(moved: bool, loss: Tensor | None, weight: float | None, read: fl
     """The result of a step whose loss is a mean, or with `weight` a sum over so much."""
     if loss is None:
         return StepResult(math.nan, moved)
+    # On a CPU reading costs nothing, and a step that moved the weights has waited for the device already.
     if read is None and loss.device.type != "cpu" and not moved:
         return cast("StepResult", PendingResult(loss.detach(), weight))
     return StepResult(_per_sample(loss.item() if read is None else read, weight), moved)

@@ -188,18 +188,23 @@ def check(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tens
 def resized(model: Named, tensors: Mapping[str, Tensor], *, try_only: bool = True) -> set[str]:
     """Buffers that their module resizes when it loads a tensor of another shape, as load_state_dict() allows."""
     # For example, the scale of a per-channel FakeQuantize is one number until its first forward pass.
-    differing = {n for n, b in model.buffers.items() if n in tensors and tensors[n].shape != b.shape}
-    owners = {id(model.owners[n]): model.owners[n] for n in differing}
+    differing: dict[nn.Module, list[str]] = {}
+    for name, buffer in model.buffers.items():
+        if name in tensors and tensors[name].shape != buffer.shape:
+            differing.setdefault(model.owners[name], []).append(name)
     out: set[str] = set()
-    for owner in owners.values():
+    for owner, names in differing.items():
         module = copy.deepcopy(owner) if try_only else owner
-        names = {n.rpartition(".")[2]: n for n, holder in model.owners.items() if holder is owner and n in tensors}
-        state = {key: tensors[n].clone() for key, n in names.items()}
+        state = {}
+        for name, holder in model.owners.items():
+            if holder is owner and name in tensors:
+                state[name.rpartition(".")[2]] = tensors[name].clone()
         errors: list[str] = []
         # Private, but the documented point at which modules override how they load their own tensors.
         module._load_from_state_dict(state, "", {"version": module._version}, False, [], [], errors)
-        if not errors:
-            out |= {n for key, n in names.items() if n in differing and getattr(module, key).shape == tensors[n].shape}
+        for name in names:
+            if not errors and getattr(module, name.rpartition(".")[2]).shape == tensors[name].shape:
+                out.add(name)
     return out
 
 

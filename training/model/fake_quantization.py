@@ -55,6 +55,7 @@ def without_fake_quantization(model: nn.Module) -> Iterator[None]:
     attributes = [(module, module.enabled) for module in _torchao(model)]
     for switch in switches:
         switch.zero_()
+    # torchao has no buffer for it.
     for module, _ in attributes:
         module.enabled = False  # type: ignore[assignment]
     try:

@@ -64,6 +64,7 @@ class LossScale(Policy):
         if self.dynamic:
             self.good += 1
             if self.good >= self.window:
+                # As torch's GradScaler: factor 2 both ways.
                 self.value = min(self.value * 2.0, GREATEST_SCALE)
                 self.good = 0
 
@@ -107,6 +108,7 @@ class Masters(Policy):
         for half, full in zip(self.half, self.full, strict=True):
             if half.grad is None:
                 continue
+            # Summed in float32: a half sum loses small gradients after some hundred micro-batches.
             if full.grad is None:
                 full.grad = half.grad.float()
             else:

@@ -46,6 +46,7 @@ class Checkpointed:
         while self._undo:
             module, before = self._undo.pop()
             del module.__dict__["forward"]
+            # The user may have set a forward of their own on the instance.
             if before is not None:
                 module.__dict__["forward"] = before
 
@@ -95,6 +96,7 @@ def _overwrites(layer: nn.Module) -> bool:
 
 
 def _recomputed(run: Callable[..., Any], layers: Sequence[nn.Module], args: tuple[Any, ...], kwargs: Any) -> Any:
+    # Nothing is kept without gradients.
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
     # The second run has the random numbers, autocast and buffers of the first one. The context restores the random

@@ -71,6 +71,7 @@ class _Reader:
         kind = node.get(_TAG)
         if kind is None:
             return {k: self.tree(v, f"{at}/{k}") for k, v in node.items()}
+        # Plain numbers and types, then tensors, then containers, then objects of classes.
         if kind in _VALUES:
             return _VALUES[kind](node)
         if kind in _TENSORS:
@@ -134,8 +135,10 @@ class _Packer:
             return tree
         if isinstance(tree, Tensor):
             return self._tensor(tree, at)
+        # Before numbers and text: an enumeration may be one of these.
         if isinstance(tree, Enum):
             return {_TAG: "enum", "class": _name(type(tree)), "name": tree.name}
+        # A number of numpy that is text, or a float of python, is no array.
         if isinstance(tree, np.ndarray | np.generic) and not isinstance(tree, str | bytes):
             try:
                 tensor = torch.from_numpy(np.array(tree, order="K"))
@@ -160,6 +163,7 @@ class _Packer:
             parts = {name: self.node(getattr(tensor, name), f"{at}/{name}") for name in names}
             return {_TAG: "subclass", "class": _name(type(tensor)), "parts": parts, "size": list(tensor.shape),
                     "strides": list(tensor.stride()), "context": self.node(context, f"{at}/context")}  # fmt: skip
+        # Only such a tensor has an address by which a second reference to the same memory is known.
         plain = not hasattr(tensor, "full_tensor") and tensor.layout is torch.strided and not tensor.is_meta
         key: object = id(tensor)
         if plain and tensor.numel():
@@ -217,6 +221,7 @@ class _Packer:
     def _key(self, key: Any, at: str) -> Any:
         if isinstance(key, Tensor):
             raise StageError("a key of type Tensor cannot be saved", where=at)
+        # JSON has only text as keys: the letter says what it was.
         if type(key) is int:
             return f"i{key}"
         if type(key) is str:
@@ -232,6 +237,7 @@ class _Packer:
             return items
         if isinstance(tree, deque):
             return {_TAG: "deque", "items": items, "maxlen": tree.maxlen}
+        # A named tuple is made anew by its own class.
         if hasattr(tree, "_fields"):
             return {_TAG: "named", "class": _name(type(tree)), "items": items}
         # torch.Size is a tuple, too: the special type comes first.

@@ -74,8 +74,10 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 def last_element(tensor: Tensor) -> int:
     """Offset in its storage of the element with the greatest address."""
-    steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return int(tensor.storage_offset()) + sum(steps)
+    offset = int(tensor.storage_offset())
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        offset += (size - 1) * stride
+    return offset
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
@@ -97,11 +99,12 @@ def check_dense(name: str, tensor: Tensor) -> None:
 def _permutes(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether strides are a permutation of dense ones."""
     # Others, from a forged file, could overlap or take any amount of memory.
-    if len(shape) != len(strides) or any(s < 0 for s in strides):
+    if len(shape) != len(strides) or min(strides, default=0) < 0:
         return False
-    axes = [(stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1]
     step = 1
-    for stride, size in sorted(axes):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:  # its stride says nothing
+            continue
         if stride != step and 0 not in shape:
             return False
         step *= size

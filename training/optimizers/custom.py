@@ -58,6 +58,7 @@ def check_held(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
 def idle(optimizer: Any, names: Sequence[str], params: Sequence[nn.Parameter]) -> list[str]:
     """Parameters that a custom optimizer leaves out; none where it has no parameter groups."""
     stepped = set(map(id, _params_of(optimizer)))
+    # An object without groups does not say what it steps.
     if not stepped:
         return []
     return [n for n, p in zip(names, params, strict=True) if id(p) not in stepped]
@@ -146,5 +147,6 @@ def _required(call: Any) -> list[str]:
         parameters = inspect.signature(call).parameters.values()
     except (TypeError, ValueError):  # not written in Python, without a signature
         return []
+    # *args and **kwargs need nothing.
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in several]

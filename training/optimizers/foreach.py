@@ -68,6 +68,7 @@ class Lamb(_Foreach):
             torch._foreach_add_(update, params, alpha=group["weight_decay"])
         weight_norm = torch.stack(torch._foreach_norm(params))
         update_norm = torch.stack(torch._foreach_norm(update))
+        # The ratio is taken on the device: reading it would wait.
         trust = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0).unbind()
         torch._foreach_mul_(update, trust)
         torch._foreach_add_(params, update, alpha=-group["lr"])

@@ -84,6 +84,7 @@ class Rate(Policy):
         """Whether other code has changed a rate, as a scheduler of the user's beside the configured one does."""
         if self._constant:
             return False
+        # A group that the user has added since has no base yet.
         for group, base in zip(self._groups, self._bases, strict=False):
             if not math.isclose(float(group["lr"]), base * self._multiplier, rel_tol=1e-6):
                 return True
@@ -128,6 +129,7 @@ class Rate(Policy):
             if state.get("bases") == self._bases:  # otherwise another rate is configured now
                 _write(self._groups, state["rates"])
             return
+        # No multiplier equals it: set() writes the rates in any case.
         self._multiplier = math.nan
         self.set(step)
 
@@ -138,6 +140,7 @@ def _with_rates(optimizer: Any) -> list[dict[str, Any]]:
 
 def _write(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
     for group, rate in zip(groups, rates, strict=False):
+        # Optimizers that are captured or compiled hold the rate as a tensor, which must stay the same one.
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
         else:
