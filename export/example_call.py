@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,9 +52,7 @@ class Call:
     @property
     def complex_inputs(self) -> list[str]:
         """Inputs of complex numbers, which the ONNX takes as pairs along a last axis."""
-        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return [name for name, tensor in zip(self.feed, tensors, strict=True) if tensor.is_complex()]
+        return [name for name, tensor in self.tensors(self.args, self.kwargs).items() if tensor.is_complex()]
 
     def arguments(self, feed: Feed) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The example's arguments with the tensors of `feed` in their places."""
@@ -92,7 +89,9 @@ class Call:
         if isinstance(self.first, str) or not self.keeps:
             return self.module
         fresh = kept_state.untouched(self.first)
-        return self.module if isinstance(fresh, str) else fresh
+        if isinstance(fresh, str):
+            return self.module
+        return fresh
 
     @contextmanager
     def tensors_alone(self) -> Iterator[None]:
@@ -146,6 +145,7 @@ def call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
     feed: dict[str, Array] = {}
     for name, leaf in leaves:
         if isinstance(leaf, Tensor):
+            _refuse_second("input", name, feed)
             # A copy: a forward() that works in place must not change the example.
             feed[name] = _portable(f"input {name}", leaf).copy()
     if not feed:
@@ -157,10 +157,13 @@ def call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
     except Exception as error:
         raise TaskError(f"{method} raised {type(error).__name__}: {error}", where="example_inputs") from error
     tensors, left_out = _leaves(result)
-    # The ONNX has one namespace for inputs and outputs.
-    outgoing = [(f"{name}_out" if name in feed else name, tensor) for name, tensor in tensors]
-    _distinct("output", [name for name, _ in outgoing])
-    results = {name: _portable(f"output {name}", tensor) for name, tensor in outgoing}
+    results: dict[str, Array] = {}
+    for name, leaf in tensors:
+        # The ONNX has one namespace for inputs and outputs.
+        if name in feed:
+            name = f"{name}_out"
+        _refuse_second("output", name, results)
+        results[name] = _portable(f"output {name}", leaf)
     return Call(
         module=module,
         args=tuple(args),
@@ -235,9 +238,7 @@ def _named(
         raise TaskError(f"the inputs do not fit {method}: {error}", where="example_inputs") from error
     _register(bound)
     leaves_by_path, _ = pytree.tree_flatten_with_path(bound)
-    leaves = [(_name(path), leaf) for path, leaf in leaves_by_path]
-    _distinct("input", [name for name, leaf in leaves if isinstance(leaf, Tensor)])
-    return list(bound), leaves
+    return list(bound), [(_name(path), leaf) for path, leaf in leaves_by_path]
 
 
 def _leaves(result: Any) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
@@ -247,8 +248,10 @@ def _leaves(result: Any) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
     constants: dict[str, Any] = {}
     for path, leaf in pytree.tree_flatten_with_path(result)[0]:
         # A tensor alone, or one of a tuple, has no field's name to go by.
-        unnamed = not path or isinstance(path[0], pytree.SequenceKey)
-        name = _name(("output", *path)) if unnamed else _name(path)
+        named_path: tuple[Any, ...] = path
+        if not path or isinstance(path[0], pytree.SequenceKey):
+            named_path = ("output", *path)
+        name = _name(named_path)
         if isinstance(leaf, Tensor):
             tensors.append((name, leaf))
         elif isinstance(leaf, _CONSTANTS):
@@ -270,31 +273,27 @@ def _leaves(result: Any) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
 
 def _portable(what: str, tensor: Tensor) -> Array:
     """A tensor that goes in or out, as an array."""
-    unsupported = ""
+    kind: Any = None
     if tensor.dtype in NOT_IN_NUMPY or tensor.is_quantized:
-        unsupported = str(tensor.dtype)
+        kind = tensor.dtype
     elif tensor.layout is not torch.strided:
-        unsupported = str(tensor.layout)
-    if unsupported:
-        kind = unsupported.removeprefix("torch.")
-        raise StageError(
-            f"a tensor of {kind} can't be an input or output: numpy and onnxruntime's Python interface lack this kind",
-            where=what,
-            hint="let forward() take and return float32, dense: .float(), .to_dense(); quantize chooses half precision",
-        )
+        kind = tensor.layout
+    if kind is not None:
+        refusal = f"a tensor of {str(kind).removeprefix('torch.')} can't be an input or output: numpy lacks this kind"
+        hint = "let forward() take and return float32, dense: .float(), .to_dense(); quantize chooses half precision"
+        raise StageError(refusal, where=what, hint=hint)
     return array(tensor)
 
 
-def _distinct(what: str, names: Sequence[str]) -> None:
-    """Refuses two tensors of one name."""
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise TaskError(
-                f"two {what}s would both be called {name!r}: a name joins the parameter (or field), keys and positions "
-                "by _",
-                where=f"{what} {name}",
-                hint=f"rename a key or a parameter, or wrap the model in a module whose {what}s have distinct names",
-            )
+def _refuse_second(what: str, name: str, taken: Mapping[str, Array]) -> None:
+    """Refuses a second tensor of one name."""
+    if name in taken:
+        raise TaskError(
+            f"two {what}s would both be called {name!r}: a name joins the parameter (or field), keys and positions "
+            "by _",
+            where=f"{what} {name}",
+            hint=f"rename a key or a parameter, or wrap the model in a module whose {what}s have distinct names",
+        )
 
 
 def _register(tree: Any) -> None:
