@@ -6,7 +6,6 @@ so that nothing is refused wrongly; a run has limits of its own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import onnx
@@ -50,7 +49,9 @@ def refuse_endless(model: ir.Model) -> None:
     """Refuses a Loop that no input can end. Raises StageError: names it and its number of rounds."""
     for node, rounds in loops(model):
         if (rounds is None or rounds > MOST_ROUNDS) and _never_ends(node):
-            count = "without an end" if rounds is None else f"{rounds} rounds"
+            count = f"{rounds} rounds"
+            if rounds is None:
+                count = "without an end"
             raise StageError(
                 f"it runs {count}: its condition is always true", where=f"node {node.name or first_output(node)}",
                 hint=f"{MOST_ROUNDS} rounds are the most that a Loop without a condition may have",
@@ -68,7 +69,9 @@ def described_loops(model: ir.Model) -> list[str]:
     """The first loops in words, for the error of a run that has to be ended."""
     described = []
     for node, rounds in list(loops(model))[:3]:
-        count = "an unknown number of" if rounds is None else f"up to {rounds}"
+        count = f"up to {rounds}"
+        if rounds is None:
+            count = "an unknown number of"
         described.append(f"its Loop node {node.name or first_output(node)} runs {count} rounds")
     return described
 
@@ -100,7 +103,9 @@ def _number(value: ir.Value | None) -> int | bool | None:
     if tensor is None or tensor.size != 1 or isinstance(tensor, ir.ExternalTensor):
         return None
     number = tensor.numpy().reshape(()).item()
-    return number if isinstance(number, bool) else int(number)
+    if isinstance(number, bool):
+        return number
+    return int(number)
 
 
 def _sizes(graph: ir.Graph) -> dict[str, int]:
@@ -118,9 +123,12 @@ def _bytes(value: ir.Value) -> int:
         return 0
     if dtype in (ir.DataType.UNDEFINED, ir.DataType.STRING):
         return 0
-    # An open size is at least 1.
-    elements = math.prod(max(size, 1) if isinstance(size, int) else 1 for size in value.shape)
-    return dtype.numpy().itemsize * elements
+    count: int = dtype.numpy().itemsize
+    for size in value.shape:
+        # An open size is at least 1.
+        if isinstance(size, int):
+            count *= max(size, 1)
+    return count
 
 
 def _most(graph: ir.Graph, sizes: dict[str, int]) -> tuple[list[str], int]:

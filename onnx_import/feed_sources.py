@@ -31,7 +31,12 @@ class Source(Protocol):
 
 def shape(value: Value, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of an input at the given sizes."""
-    return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in value.shape)
+    size: list[int] = []
+    for dim in value.shape:
+        if isinstance(dim, str):
+            dim = sizes[dim]
+        size.append(dim)
+    return tuple(size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +73,9 @@ class Drawn:
 def _with(array: Array, special: tuple[int, ...], turn: int) -> Array:
     """Puts special numbers into an array. A single element takes one of them each turn, while there are any."""
     if array.size == 1:
-        return np.full_like(array, special[turn]) if turn < len(special) else array
+        if turn < len(special):
+            return np.full_like(array, special[turn])
+        return array
     room = max(array.size - 2, 0)  # both ends of the range stay
     array.reshape(-1)[1 : 1 + min(len(special), room)] = special[:room]
     return array
@@ -102,13 +109,18 @@ class Samples:
         sizes: dict[str, int] = {}
         for value in self.inputs:
             array = self.arrays[value.name]
-            sample_shape = array.shape[1:] if value.name in self.whole else array.shape
+            sample_shape = array.shape
+            if value.name in self.whole:
+                sample_shape = array.shape[1:]
             for axis, dim in enumerate(value.shape):
                 if not isinstance(dim, str):
                     continue
                 size = sample_shape[axis]
                 if axis == 0 and self.stacked(value):
-                    size = 1 if self.whole else batch
+                    # Beside a whole input a feed is one sample.
+                    size = batch
+                    if self.whole:
+                        size = 1
                 if sizes.setdefault(dim, size) != size:
                     what = f"the array gives the dimension {dim!r} the size {size}, another gives it {sizes[dim]}"
                     raise ConfigError(what, where=f"data: {value.name}")
@@ -167,7 +179,7 @@ def samples(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) ->
             whole.add(value.name)
         cast[value.name] = array
     lengths = [len(arrays[name]) for name in array_names if arrays[name].ndim]
-    count = lengths[0] if lengths else 1
+    count = [*lengths, 1][0]
     return Samples(inputs=tuple(inputs), arrays=cast, whole=frozenset(whole), count=count, numbers=numbers)
 
 

@@ -172,7 +172,9 @@ def _drawn(feeder: Feeder, spans: Mapping[str, Range], ranges: Mapping[str, Rang
 
 def _in_words(value: Value, source: Drawn, ranges: Mapping[str, Range]) -> str:
     if value.name not in source.ranges:
-        return "true and false at random" if value.dtype == "bool" else "standard normal numbers"
+        if value.dtype == "bool":
+            return "true and false at random"
+        return "standard normal numbers"
     low, high = source.ranges[value.name]
     text = f"integers {low} to {high}"
     special = source.special.get(value.name)

@@ -287,9 +287,12 @@ def _likeliest(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _places(counts: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
-    if not counts and total == 0:
-        yield ()
-    for place in range(min(total + 1, *counts[:1])) if counts else ():
+    """Places whose sum is `total`."""
+    if not counts:
+        if total == 0:
+            yield ()
+        return
+    for place in range(min(total + 1, counts[0])):
         for rest in _places(counts[1:], total - place):
             yield (place, *rest)
 

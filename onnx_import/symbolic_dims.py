@@ -9,7 +9,7 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from layerline.backends.base import Array, Feed
-from layerline.graph.analysis.ir_queries import fed, graph_values
+from layerline.graph.analysis.ir_queries import dim, fed, graph_values
 from layerline.pipeline.errors import StageError
 
 # Exporters write these where they have no name. Two dimensions called `?` need not have one size.
@@ -48,14 +48,19 @@ def name(model: ir.Model, ranks: Mapping[str, int]) -> Places:
                 hint = "give samples: `data: samples.npz`, with one array per input"
                 raise StageError(what, where=input_name, hint=hint)
             value.shape = ir.Shape([None] * ranks[input_name])
-        sizes = _sizes(value)
-        for axis, size in enumerate(sizes):
-            if _is_open(size):
-                sizes[axis] = f"{input_name}_dim{axis}"
-        _set_sizes(value, sizes)
+        _name_open(value, input_name)
     for value in {*model.graph.outputs, *graph_values(model.graph)} - set(fed(model)):
-        _set_sizes(value, [None if _is_open(size) else size for size in _sizes(value)])
+        _name_open(value, "")
     return places(model)
+
+
+def _name_open(value: ir.Value, stem: str) -> None:
+    """Names the open sizes of a value after a stem; without one they get no name at all."""
+    sizes = _sizes(value)
+    for axis, size in enumerate(sizes):
+        if _is_open(size):
+            sizes[axis] = f"{stem}_dim{axis}" if stem else None
+    _set_sizes(value, sizes)
 
 
 def places(model: ir.Model) -> Places:
@@ -78,8 +83,9 @@ def write(model: ir.Model, names: Mapping[str, str], sizes: Mapping[str, int]) -
     for value in {*model.graph.outputs, *graph_values(model.graph)}:
         written: list[Size] = []
         for size in _sizes(value):
-            size_name = size if isinstance(size, str) else ""
-            written.append(sizes.get(size_name, names.get(size_name, size)))
+            if isinstance(size, str):
+                size = sizes.get(size, names.get(size, size))
+            written.append(size)
         _set_sizes(value, written)
 
 
@@ -114,7 +120,7 @@ def _sizes(value: ir.Value) -> list[Size]:
     """The sizes of a tensor; none where its shape is not declared."""
     if value.shape is None or not isinstance(value.type, ir.TensorType):
         return []
-    return [size if isinstance(size, int) else size.value for size in value.shape]
+    return [dim(value, axis) for axis in range(len(value.shape))]
 
 
 def _set_sizes(value: ir.Value, sizes: Sequence[Size]) -> None:
@@ -124,7 +130,9 @@ def _set_sizes(value: ir.Value, sizes: Sequence[Size]) -> None:
 
 
 def _refuse_type(what: str, value: ir.Value, refused: tuple[str, ...]) -> None:
-    element_type = "UNDEFINED" if value.dtype is None else value.dtype.name
+    element_type = "UNDEFINED"
+    if value.dtype is not None:
+        element_type = value.dtype.name
     if element_type.startswith(refused):
         what = f"the {what} is {element_type.lower()}, which numpy has not, so it can't be fed or read"
         hint = "put a Cast to float32 behind that input, or before that output"
