@@ -215,7 +215,6 @@ def _through(group: Group, node: ir.Node, value: ir.Value) -> list[tuple[ir.Valu
 def _keeps_channels(group: Group, node: ir.Node, place: Place) -> bool:
     """Whether each channel of a node's output is computed from the same channel of its input alone."""
     op = node.op_type
-    label = f"{op} {node.outputs[0].name}"
     passes_factors = op in _HOMOGENEOUS
     if op == "Clip":
         passes_factors = clip_bounds(node) in ((0.0, math.inf), (-math.inf, math.inf))
@@ -225,9 +224,7 @@ def _keeps_channels(group: Group, node: ir.Node, place: Place) -> bool:
         return True
     # One slope per channel would have to be cut with them.
     if op in ("Clip", "PRelu"):
-        if any(value is not None and scalar(value) is None for value in node.inputs[1:]):
-            raise Declined(f"{label} takes more than single numbers")
-        return True
+        return all(value is None or scalar(value) is not None for value in node.inputs[1:])
     axis, spread = place
     # What follows takes axis 1 for the channels, whatever the graph means by it.
     if axis != 1:
@@ -237,9 +234,7 @@ def _keeps_channels(group: Group, node: ir.Node, place: Place) -> bool:
     if spread != 1:
         return False
     if op == "BatchNormalization" and not node.attributes.get_int("training_mode", 0):
-        if any(constant(parameter) is None for parameter in node.inputs[1:5]):
-            raise Declined(f"a parameter of {label} is computed")
-        return True
+        return all(constant(parameter) is not None for parameter in node.inputs[1:5])
     # Depthwise: each channel has a kernel of its own.
     weight = constant(optional_input(node, 1))
     if op != "Conv" or weight is None or node.attributes.get_int("group", 1) != group.channels:
@@ -294,24 +289,29 @@ def _flat(group: Group, node: ir.Node, data: ir.Value, value: ir.Value) -> list[
         if not reduced or reduced & {0, 1}:
             raise Declined(f"{label} reduces the channels or the batch")
     else:
-        spread = _flattened(group, node, data, label)
+        joined = _flattened(group, node, data)
+        if joined is None:
+            raise Declined(f"{label} does more than to lay the pixels of each channel side by side")
+        spread = joined
     places = ((data, (1, 1)), (out, (1, spread)))
     return [(other, place) for other, place in places if other is not value]
 
 
-def _flattened(group: Group, node: ir.Node, data: ir.Value, label: str) -> int:
-    """How many elements of one channel a reshaping lays side by side."""
+def _flattened(group: Group, node: ir.Node, data: ir.Value) -> int | None:
+    """How many elements of one channel a reshaping lays side by side; None where it does more than that."""
     out = node.outputs[0]
     behind = [dim(data, axis) for axis in range(2, rank(data) or 0)]
     numbers = [size for size in behind if isinstance(size, int)]
-    if rank(out) != 2 or len(numbers) < len(behind):
-        raise Declined(f"{label} does not flatten fixed sizes behind the channels")
     spread = math.prod(numbers)
-    leaves_batch = dim(out, 1) in (group.channels * spread, None) and (spread == 1 or node.op_type != "Squeeze")
-    if not leaves_batch or (node.op_type == "Flatten" and node.attributes.get_int("axis", 1) != 1):
-        raise Declined(f"{label} does not leave the batch apart")
+    if rank(out) != 2 or len(numbers) < len(behind) or dim(out, 1) not in (group.channels * spread, None):
+        return None
+    # A Squeeze joins nothing, and a Flatten from another axis on takes in the batch.
+    if node.op_type == "Squeeze" and spread != 1:
+        return None
+    if node.op_type == "Flatten" and node.attributes.get_int("axis", 1) != 1:
+        return None
     if node.op_type == "Reshape":
         target = constant(node.inputs[1])
         if target is None or target.size != 2 or int(target[1]) not in (-1, group.channels * spread):
-            raise Declined(f"the shape of {label} is computed")
+            return None
     return spread
