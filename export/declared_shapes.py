@@ -120,7 +120,9 @@ def _may_be(dim: int | ir.SymbolicDim, size: int, symbols: dict[str, int]) -> bo
         return True
     if dim.value not in symbols:
         computed = _evaluate(dim.value, symbols)
-        symbols[dim.value] = size if computed is None else computed
+        if computed is None:
+            computed = size
+        symbols[dim.value] = computed
     return symbols[dim.value] == size
 
 
@@ -132,4 +134,6 @@ def _evaluate(text: str, symbols: Mapping[str, int]) -> int | None:
         value = ir.SymbolicDim(text).evaluate(symbols)
     except (ValueError, ZeroDivisionError, RecursionError):
         return None
-    return value if isinstance(value, int) else None
+    if isinstance(value, int):
+        return value
+    return None

@@ -12,7 +12,7 @@ import torch
 
 from layerline.backends.base import Array, Feed
 from layerline.export.probe_files import resized
-from layerline.graph.analysis.ir_queries import graph_values
+from layerline.graph.analysis.ir_queries import dim, graph_values, rank
 from layerline.pipeline.config.field_types import Axis
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.nearest import did_you_mean
@@ -78,12 +78,12 @@ def declare(feed: Feed, declared: Mapping[str, Mapping[int, Axis]]) -> Axes:
         if input_name not in feed:
             hint = f"{did_you_mean(input_name, feed)} the model takes {', '.join(feed)}"
             raise ConfigError(f"unknown input {input_name!r}", where=f"dynamic.{input_name}", hint=hint.lstrip())
-        rank = feed[input_name].ndim
+        count = feed[input_name].ndim
         for axis, bound in axes.items():
             where = f"dynamic.{input_name}.{axis}"
-            if not -rank <= axis < rank:
-                raise ConfigError(f"input {input_name!r} has {rank} axes, there is no axis {axis}", where=where)
-            names[input_name, axis % rank] = bound.name
+            if not -count <= axis < count:
+                raise ConfigError(f"input {input_name!r} has {count} axes, there is no axis {axis}", where=where)
+            names[input_name, axis % count] = bound.name
             previous = bounds.setdefault(bound.name, bound)
             # The bounds of a tied axis may be declared at any of its places, but not in two ways.
             if len({(each.min, each.max, each.step) for each in (previous, bound) if not each.is_open}) > 1:
@@ -122,15 +122,15 @@ def write(model: ir.Model, axes: Axes) -> None:
     """
     symbols: dict[str, str] = {}
     for value in model.graph.inputs:
-        for axis, dim in enumerate(value.shape or ()):
+        for axis in range(rank(value) or 0):
             input_name = value.name or ""
             name = axes.names.get((input_name, axis))
             if name is None:
                 continue
-            symbol = "" if isinstance(dim, int) else dim.value or ""
             # torch writes a fixed size as a number, or as the name of one.
-            if not symbol or is_number(symbol):
-                raise baked(input_name, axis, name, symbol or str(dim))
+            symbol = dim(value, axis)
+            if not isinstance(symbol, str) or is_number(symbol):
+                raise baked(input_name, axis, name, str(symbol))
             # torch found that the model works only where both are of one size.
             if symbols.setdefault(symbol, name) != name:
                 what = f"the model needs {symbols[symbol]!r} and {name!r} to be the same size"
@@ -171,7 +171,7 @@ def settle(model: ir.Model, axes: Axes, runs: Iterable[tuple[Feed, Feed]]) -> No
         # The exporter may leave the rank of an output open.
         settled: list[int | str | None] = [None] * len(shapes[0])
         if output.shape is not None and len(output.shape) == len(settled):
-            settled = [dim if isinstance(dim, int) else dim.value for dim in output.shape]
+            settled = [dim(output, axis) for axis in range(len(settled))]
         for axis, declared_size in enumerate(settled):
             sizes = [shape[axis] for shape in shapes]
             if len(set(sizes)) == 1 and not isinstance(declared_size, str):

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import onnx_ir as ir
 from torch import fx, nn
@@ -152,13 +153,10 @@ def places(text: str) -> list[tuple[str, int]]:
 
 def _fixing_line(frames: Sequence[FrameType], root: Path) -> str:
     """Where a size became a constant, from the notes of torch's shape environment; empty if that is inside torch."""
-    environment = None
-    for frame in frames:
-        environment = frame.f_locals.get("shape_env")
-        if environment is not None:
-            break
+    environments = filter(None, [frame.f_locals.get("shape_env") for frame in frames])
+    environment: Any = next(environments, None)
     for symbol, locations in getattr(environment, "var_to_range_sloc", {}).items():
-        bounds = environment.var_to_range.get(symbol) if environment is not None else None
+        bounds = environment.var_to_range.get(symbol)
         location = getattr(locations.upper, "framework_loc", None)
         if bounds is not None and bounds.lower == bounds.upper and location is not None:
             return source([(location.filename, location.lineno)], root)

@@ -105,20 +105,21 @@ def store_weights(model: ir.Model, program: ExportedProgram) -> None:
     values = {value.name: value for node in model.graph for value in node.outputs}
     for node in program.graph.nodes:
         value = values.get(node.name)
-        producer = value.producer() if value is not None else None
-        if node.target not in TARGETS or value is None or producer is None or not constants.all(node):
+        if node.target not in TARGETS or value is None or not constants.all(node):
             continue
+        producer = value.producer()
+        assert producer is not None  # it is the output of a node
         data, scale, point, *limits = (constants.of(argument) for argument in node.args)
-        axis = limits[0] if node.target is PER_CHANNEL else None
         low, high = limits[-2:]
         fake = node.target(data, scale, point, *limits)
         # One scale for all elements is a scalar in ONNX; one for each channel is a vector along the axis.
-        flat = () if axis is None else (-1,)
+        flat: tuple[int, ...] = ()
         along_axis = [1] * fake.ndim
-        attributes = {}
-        if axis is not None:
-            along_axis[axis] = -1
-            attributes["axis"] = axis
+        attributes: dict[str, int] = {}
+        if node.target is PER_CHANNEL:
+            flat = (-1,)
+            along_axis[limits[0]] = -1
+            attributes["axis"] = limits[0]
         scales = torch.as_tensor(scale, dtype=torch.float32).reshape(flat)
         points = torch.as_tensor(point, dtype=torch.int32).reshape(flat)
         steps = torch.round(fake.double() / scales.double().reshape(along_axis)) + points.reshape(along_axis)
@@ -138,7 +139,7 @@ def store_weights(model: ir.Model, program: ExportedProgram) -> None:
 
 def _stored(model: ir.Model, name: str, array: Any) -> ir.Value:
     # ascontiguousarray would give a scalar an axis.
-    return add_initializer(model.graph, name, np.ascontiguousarray(array) if array.ndim else array)
+    return add_initializer(model.graph, name, np.asarray(array, order="C"))
 
 
 class _Constants:

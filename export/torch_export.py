@@ -246,6 +246,7 @@ def _ranges(program: ExportedProgram, call: Call, axes: Axes) -> dict[str, tuple
         # Greater ends are torch's way to write that there is none.
         if constraint.upper.is_Integer and constraint.upper < 2**31:
             upper = int(constraint.upper)
-            high = upper if high is None else min(high, upper)
+            if high is None or upper < high:
+                high = upper
         ranges[name] = (low, high)
     return ranges

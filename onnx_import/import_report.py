@@ -106,14 +106,6 @@ def tables(model: ir.Model, feeder: Feeder, fed: Fed) -> dict[str, list[dict[str
     return {"inputs": inputs, "dimensions": dimensions}
 
 
-def tried_sizes(feeder: Feeder) -> list[str]:
-    """A note on the sizes that nobody declared."""
-    sizes = [f"{name} {dim.min} to {dim.max}" for name, dim in feeder.dims.items() if name not in feeder.declared]
-    if not sizes:
-        return []
-    return [f"sizes found by trial on onnxruntime: {', '.join(sizes)}; `dims` sets those you need"]
-
-
 def nonfinite(rows: Sequence[LayerDiff]) -> list[str]:
     """A note on values that hold NaN or Inf in the original too: being equal does not make them right."""
     both = [row.name for row in rows if row.nonfinite_a]

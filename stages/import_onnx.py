@@ -194,14 +194,7 @@ class ImportOnnx(Stage):
             reference=f"{self.file} on onnxruntime",
             candidate="imported onnx on onnxruntime",
             records=rows,
-            notes=(
-                *adopted.notes,
-                *feeder.notes,
-                *import_report.tried_sizes(feeder),
-                *notes,
-                *import_report.nonfinite(rows),
-                *objections,
-            ),
+            notes=(*adopted.notes, *feeder.notes, *notes, *import_report.nonfinite(rows), *objections),
             metrics={**import_report.metrics(adopted, rows, len(feeds)), **bounds(feeder.dims, feeder.fixed)},
             tables=import_report.tables(model, feeder, fed),
         )
