@@ -21,11 +21,9 @@ from layerline.pipeline.untrusted import is_number
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """The declared dynamic axes.
+    """The declared dynamic axes: names by (input, axis from the front), and bounds by name.
 
-    Attributes:
-        names: name of the axis by (input, axis from the front); one name ties its axes to one size.
-        bounds: by name.
+    One name ties its axes to one size.
     """
 
     names: Mapping[tuple[str, int], str]

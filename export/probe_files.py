@@ -22,12 +22,10 @@ FILE = "probes.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One feed that models are compared on.
+    """One feed that models are compared on, and what the module itself gives for it.
 
-    Attributes:
-        label: what is special about it: "example", "batch=5".
-        outputs: what the module itself gives for it.
-        sizes: the axes that differ from the example's, by name.
+    `label` says what is special about it: "example", "batch=5"; `sizes` are the axes that differ from the
+    example's.
     """
 
     label: str

@@ -135,12 +135,10 @@ def _candidates(dim: Dim, example: int, numbers: Iterable[int]) -> Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """Guards that were recorded while something was traced.
+    """Guards that were recorded, each with the line of the user's file that asked for it; empty where torch did.
 
-    Attributes:
-        lines: the line of the user's file that asked for each guard; empty where torch did.
-        environments: shape environments by id, which tell where a symbol comes from; several where torch tried several
-            ways of tracing.
+    The shape environments, by id, tell where a symbol comes from; several where torch tried several ways of
+    tracing.
     """
 
     lines: dict[Any, str] = field(default_factory=dict)

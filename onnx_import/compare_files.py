@@ -41,11 +41,9 @@ _COPIES = 8  # of what is stored: two models that are read, parsed, joined and r
 class Further:
     """What is done beside the comparison.
 
-    Attributes:
-        effect: also measure what each layer does to the outputs.
-        channels: the layer, by its value or module, of which each channel is measured too; empty for none.
-        repro: the folder that gets the smallest model that shows the first value of `order`; None for none.
-        order: how the values are sorted for that.
+    `effect`: measure what each layer does to the outputs. `channels`: the layer, by its value or module, of which
+    each channel is measured. `repro`: the folder that gets the smallest model that shows the first value of
+    `order`.
     """
 
     effect: bool = False

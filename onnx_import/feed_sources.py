@@ -43,9 +43,7 @@ def shape(value: Value, sizes: Mapping[str, int]) -> tuple[int, ...]:
 class Drawn:
     """Standard normal floats, booleans, and integers over a range, both ends included.
 
-    Attributes:
-        ranges: (low, high) of each integer input, by name.
-        special: numbers that the graph compares an integer input with, by name; they are among those drawn.
+    Numbers that the graph compares an integer input with (`special`) are among those drawn.
     """
 
     inputs: tuple[Value, ...]

@@ -28,12 +28,7 @@ _COMPARING = frozenset({"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqu
 
 @dataclass(frozen=True, kw_only=True)
 class Fed:
-    """Feeds, the likeliest first.
-
-    Attributes:
-        ranges: of integer inputs, where declared or implied by the graph.
-        values: what each input was fed with, in words.
-    """
+    """Feeds, the likeliest first; ranges of integer inputs, by name; and what each input was fed with, in words."""
 
     feeds: list[Feed]
     ranges: Mapping[str, Range]

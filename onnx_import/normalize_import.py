@@ -26,12 +26,9 @@ _INLINED = re.compile(r"__Inline_\d+__(?=/)")
 
 @dataclass(frozen=True, kw_only=True)
 class Adopted:
-    """A file before and after its preparation.
+    """A file's model before and after its preparation, and what was changed.
 
-    Attributes:
-        original: the file's model; only node names, module paths and the format version differ.
-        model: with functions inlined and the opset raised.
-        notes: what was changed.
+    Of the original only node names, module paths and the format version differ from the file.
     """
 
     original: ir.Model

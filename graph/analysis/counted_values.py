@@ -39,12 +39,10 @@ _MOVES = frozenset(("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "T
 
 @dataclass(frozen=True)
 class Counted:
-    """The values of a graph whose size depends on numbers.
+    """The values of a graph whose size depends on numbers: by name, the label of the node that counts.
 
-    Attributes:
-        values: by name, the label of the node that counts.
-        outputs: those that are outputs of the graph.
-        sources: computed values that these outputs are chosen from, and are compared in their place.
+    `outputs` are those among the graph's outputs; `sources` are the computed values that these are chosen from, and
+    are compared in their place.
     """
 
     values: Mapping[str, str]
