@@ -297,10 +297,7 @@ def fresh_name(wanted: str, taken: set[str]) -> str:
 
 
 class FreshNames:
-    """The names of a model's values and nodes; gives out only free ones.
-
-    A body of If, Loop or Scan reads the values of the graphs around it, so no two graphs of a model may share a name.
-    """
+    """The names of a model's values and nodes, of which no two graphs may share one; gives out only free ones."""
 
     def __init__(self, model: ir.Model) -> None:
         self._taken = value_names(model) | node_names(model)

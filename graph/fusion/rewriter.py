@@ -33,8 +33,7 @@ class Rewriting:
 
     Attributes:
         denied: sites at which nothing may fire (their proof failed in an earlier pass).
-        limit: stop after this many firings; None for no limit. Rewriting is deterministic, so the first k firings of
-            two passes are the same: this is what bisecting stands on.
+        limit: stop after this many firings; the first k of two passes are the same, which bisecting stands on.
         fold_limit: bytes that a folded constant may add to the file beyond what it frees; all of them together may add
             as much, or a tenth of what the model stores, where that is more.
     """
