@@ -20,6 +20,7 @@ from layerline.compare.region import reproduce
 from layerline.compare.value_pairs import computed_values, sides_of_qdq, why_two_sessions
 from layerline.export import probe_files
 from layerline.export.signature import Value, signature
+from layerline.graph.analysis.counted_values import counted
 from layerline.graph.analysis.ir_queries import may_be_equal, names
 from layerline.graph.io import module_identity, onnx_files
 from layerline.graph.io.ir_convert import as_ir
@@ -146,12 +147,10 @@ def _compared(
     missing = [name for name in values if name not in matched]
     if missing:
         notes.append(
-            f"{len(missing)} of {len(values)} values of the first model are not compared, since the second has no "
-            f"tensor of that name; the first is {missing[0]}"
+            f"{len(missing)} of {len(values)} values of the first model are not compared, since they are no tensors or "
+            f"the second has none of that name; the first is {missing[0]}"
         )
-    two_sessions = why_two_sessions(reference, candidate)
-    if two_sessions:
-        notes.append(two_sessions)
+    notes += filter(None, (why_two_sessions(reference, candidate), counted(reference.graph).note()))
     report = Report(stage="files", records=records, notes=tuple(notes))
     if further.effect:
         report = with_effects(report, reference, candidate, feeds, pairs)

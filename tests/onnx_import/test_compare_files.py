@@ -78,6 +78,19 @@ def test_values_of_other_names_are_left_out_and_counted(tmp_path: Path) -> None:
     assert report.notes[0].startswith("1 of 3 values of the first model are not compared")
 
 
+def test_what_stands_for_outputs_that_are_counted_is_named(tmp_path: Path) -> None:
+    text = """<ir_version: 10, opset_import: ["" : 20]> g (float[n, 2] x) => (float[k] y) {
+      h = Mul (x, s) z = NonZero (h) i = Transpose (z) y = GatherND (h, i) }"""
+    for name, scale in (("a", 1.0), ("b", 0.9)):
+        proto = onnx.parser.parse_model(text)
+        proto.graph.initializer.append(numpy_helper.from_array(np.float32(scale), "s"))
+        onnx.save(proto, tmp_path / f"{name}.onnx")
+    data = samples(tmp_path / "x.npz", x=[[3, 4]])
+    report = compared(tmp_path / "a.onnx", tmp_path / "b.onnx", data, Further(effect=True))
+    assert "decides the size of y, so they are judged by h" in report.notes[0]
+    assert report.records[0].extra[EFFECT] == pytest.approx(20, abs=1e-4)
+
+
 @pytest.mark.parametrize(("rows_a", "rows_b"), [("N", "M"), (1, "N"), ("N", 1), (3, 3)])
 def test_every_sample_counts_once_at_any_fixed_batch(rows_a: int | str, rows_b: int | str, tmp_path: Path) -> None:
     data = samples(tmp_path / "x.npz", x=[[3, 1], [3, 10], [3, 100]])
