@@ -174,7 +174,7 @@ class LayerDiff:
         fields = {"layer": self.where, "value": self.name, "sqnr_db": self.sqnr_db, "cosine": self.cosine}
         if self.own_db is not None:
             fields["own_sqnr_db"] = self.own_db
-        return {k: _plain(v) for k, v in fields.items()}
+        return dict(_plain(fields))
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -265,7 +265,7 @@ class Report:
 
     def plain_metrics(self) -> dict[str, Scalar]:
         """The metrics as JSON can hold them."""
-        return {k: _plain(v) for k, v in self.metrics.items()}
+        return dict(_plain(self.metrics))
 
     def to_json(self) -> str:
         return json.dumps(_plain(dataclasses.asdict(self)), allow_nan=False, ensure_ascii=False, separators=(",", ":"))

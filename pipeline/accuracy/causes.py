@@ -23,12 +23,9 @@ from layerline.pipeline.report import Gate, LayerDiff, Report
 __all__ = ["Cause", "Evidence", "NonFinite", "Rule", "rules"]
 GROUP = "layerline.causes"
 PARITY = "a value differs from the stage before"
-LOW_DB = 20.0
-"""BatchNorm outputs below this moved by more than a tenth of their size."""
-LAG = 0.1
-"""Relative distance of averaged weights from the online ones from which the average lags behind."""
-FAR = 5.0
-"""By this factor a weight is further from the online one than half of the others."""
+LOW_DB = 20.0  # BatchNorm outputs below this moved by more than a tenth of their size
+LAG = 0.1  # relative distance of averaged weights from the online ones from which the average lags behind
+FAR = 5.0  # by this factor a weight is further from the online one than half of the others
 
 
 def rules() -> list[Rule]:

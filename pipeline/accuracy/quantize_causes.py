@@ -10,27 +10,20 @@ from layerline.pipeline.accuracy.evidence import Cause, Evidence, Rule, finite, 
 from layerline.pipeline.report import CLIPPED as BEYOND
 from layerline.pipeline.report import GAIN, OWN, ROUNDING, LayerDiff, Report, Scalar
 
-CLIPPED = 0.005
-"""Share of a value's elements beyond its range from which clipping counts as a cause."""
-MORE_CLIPPED = 4
-"""So many times more is clipped in evaluation than in calibration where the two have other data."""
-LOW_DB = 20.0
-"""A layer with less SQNR by itself loses accuracy visibly: its error is a tenth of its signal."""
-UNFIT_DB = 10.0
-"""Below this a value lost its signal. int8 steps over the right range keep more of nearly any value."""
-RANGE_USED = 0.125
-"""Share of a range that calibration used from which downwards 3 bits of 8 are lost."""
+CLIPPED = 0.005  # share of a value's elements beyond its range from which clipping counts as a cause
+MORE_CLIPPED = 4  # so many times more is clipped in evaluation than in calibration where the two have other data
+LOW_DB = 20.0  # a layer with less by itself loses accuracy visibly: its error is a tenth of its signal
+UNFIT_DB = 10.0  # below this a value lost its signal; int8 steps over the right range keep more of nearly any value
+RANGE_USED = 0.125  # share of a range that calibration used from which downwards 3 bits of 8 are lost
+# By so much a layer's own SQNR is lower than rounding explains: its error is twice as large. In sound models the two
+# differ by what the rounding of biases and of a half type for the rest adds, a tenth of a dB where int8 loses much.
 UNEXPLAINED_DB = 6.0
-"""By so much a layer's own SQNR is lower than rounding explains: its error is twice as large. In sound models the two
-differ by what the rounding of biases and of a half type for the rest adds, a tenth of a dB where int8 loses much."""
-LEAST_GAIN = 0.5
-"""By fewer dB the outputs hardly gain: other layers lose as much."""
+LEAST_GAIN = 0.5  # by fewer dB the outputs hardly gain: other layers lose as much
+# Least loss of a slice that counts, for metrics between 0 and 1. A slice has few samples: one of 50 is as much.
 SLICE_LOSS = 0.02
-"""Least loss of a slice that counts, for metrics between 0 and 1: two points. A slice has few samples, and one of 50 is
-as much."""
+UNEVEN_DB = 12.0  # the worst channel of a weight is so far below the whole: its values are a quarter of the others'
 UNLIKE = "calibration data unlike eval_data()"
-UNEVEN_DB = 12.0
-"""The worst channel of a weight lies so far below the whole: its values are a quarter of the others' size."""
+_UNLIKE_ADVICE = "calibrate on samples like those of eval_data(): the same preparation, and all classes"
 
 
 @of_lost("quantize")
@@ -56,9 +49,6 @@ def clipped_range(evidence: Evidence, report: Report) -> Iterator[Cause]:
         advice, setting = "calibrate on samples like those of eval_data()", ""
     confidence = min(0.9, 0.5 + 5 * share) if harms else 0.35
     yield Cause.at(worst, name="clipped range", evidence=text, advice=advice, setting=setting, confidence=confidence)
-
-
-_UNLIKE_ADVICE = "calibrate on samples like those of eval_data(): the same preparation, and all classes"
 
 
 @of_lost("quantize")
