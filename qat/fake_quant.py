@@ -65,7 +65,9 @@ class FakeQuant(nn.Module):
         self.is_weight = item.role == "weight"
         self.float8 = item.dtype == "float8e4m3fn"
         self.high = greatest(item.dtype)
-        self.low = -self.high if self.is_weight or self.float8 else -self.high - 1
+        self.low = -self.high
+        if not self.is_weight and not self.float8:
+            self.low -= 1
         self.axis = item.axis
         self.rank = rank
         # Whether learned scales get no gradient any more.
@@ -78,8 +80,8 @@ class FakeQuant(nn.Module):
     def scale(self, x: Tensor) -> Tensor:
         """The present scales, float32, one for each channel or one alone."""
         if self.log_scale is not None:
-            log_scale = self.log_scale.detach() if self.frozen else self.log_scale
-            return (self.start * log_scale.exp()).clamp(min=LEAST_SCALE)
+            scale = (self.start * self.log_scale.exp()).clamp(min=LEAST_SCALE)
+            return scale.detach() if self.frozen else scale
         if not self.is_weight:
             return self.start
         magnitudes = x.detach().double().abs()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +48,10 @@ class _Operation:
     def run(self, inputs: Sequence[Tensor | None]) -> Any:
         """One tensor, or a tuple of them."""
         try:
-            if self.operator is None:
-                return self.reference(*inputs)
-            try:
-                return self.operator(self.attrs, *inputs)
-            except NotImplementedError:
-                return self.reference(*inputs)
+            if self.operator is not None:
+                with suppress(NotImplementedError):
+                    return self.operator(self.attrs, *inputs)
+            return self.reference(*inputs)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             if ran_out_of_memory(error):
                 raise
@@ -92,10 +91,13 @@ class GraphModule(nn.Module):
         tensors = stored(graph)
         trained = trained_names(graph, tensors)
         for name, tensor in tensors.items():
-            owner = self.weights if name in trained else self.constants
+            owner = self.constants
+            if name in trained:
+                owner = self.weights
             self._stored.append((name, owner, self._store(name, tensor, owner)))
-        for item in plan.values if plan is not None else ():
-            self._fake_quantize(item, rank_of(graph, item), learned)
+        if plan is not None:
+            for item in plan.values:
+                self._fake_quantize(item, rank_of(graph, item), learned)
         self.steps = self._compile(graph, model.opset_imports)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -155,7 +157,7 @@ class GraphModule(nn.Module):
         values: dict[str, Tensor] = {}
         for name, owner, key in self._stored:
             values[name] = getattr(owner, key)
-            mask = getattr(self.masks, key, None) if owner is self.weights else None
+            mask = getattr(self.masks, key, None)  # its key is the weight's
             if mask is not None:
                 values[name] = values[name] * mask
         return values

@@ -28,7 +28,9 @@ _PAD_MODES = {"constant": "constant", "reflect": "reflect", "edge": "replicate",
 
 def _axes(attrs: Attrs, axes: Tensor | None) -> list[int]:
     """Axes are an input from opset 13 or 18 on, and an attribute before."""
-    return ints(attrs.get("axes") if axes is None else axes)
+    if axes is None:
+        return ints(attrs.get("axes"))
+    return ints(axes)
 
 
 def _without_attributes(function: Operator, attrs: Attrs, *inputs: Tensor | None) -> Any:  # noqa: ARG001
@@ -39,8 +41,10 @@ def _without_attributes(function: Operator, attrs: Attrs, *inputs: Tensor | None
 
 
 def _gemm(attrs: Attrs, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
-    a = a.mT if attrs.get("transA", 0) else a
-    b = b.mT if attrs.get("transB", 0) else b
+    if attrs.get("transA", 0):
+        a = a.mT
+    if attrs.get("transB", 0):
+        b = b.mT
     product: Tensor = a @ b * attrs.get("alpha", 1.0)
     if c is not None:
         product = product + c * attrs.get("beta", 1.0)
@@ -58,7 +62,9 @@ def _layer_norm(attrs: Attrs, x: Tensor, scale: Tensor, bias: Tensor | None = No
     axis = attrs.get("axis", -1) % x.ndim
     # ONNX broadcasts scale and bias to x; torch wants them in the normalised shape, so they are applied here.
     normalized = F.layer_norm(x, x.shape[axis:], eps=attrs.get("epsilon", 1e-5)) * scale
-    return normalized if bias is None else normalized + bias
+    if bias is None:
+        return normalized
+    return normalized + bias
 
 
 def _rms_norm(attrs: Attrs, x: Tensor, scale: Tensor) -> Tensor:
@@ -88,8 +94,10 @@ def _clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> T
 
 
 def _div(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_floating_point():
+        return a / b
     # Integers are divided towards zero, as in C.
-    return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
+    return torch.div(a, b, rounding_mode="trunc")
 
 
 def _reduce(function: Callable[..., Tensor]) -> Operator:
@@ -131,8 +139,8 @@ def _transpose(attrs: Attrs, x: Tensor) -> Tensor:
 
 
 def _squeeze(attrs: Attrs, x: Tensor, axes: Tensor | None = None) -> Tensor:
-    dims = _axes(attrs, axes)
-    return x.squeeze(tuple(dims)) if dims else x.squeeze()
+    dims = _axes(attrs, axes) or range(x.ndim)
+    return x.squeeze(tuple(dims))
 
 
 def _unsqueeze(attrs: Attrs, x: Tensor, axes: Tensor | None = None) -> Tensor:
@@ -146,8 +154,8 @@ def _unsqueeze(attrs: Attrs, x: Tensor, axes: Tensor | None = None) -> Tensor:
 def _slice(x: Tensor, starts: Tensor, ends: Tensor, *rest: Tensor | None) -> Tensor:
     axes, steps = (*rest, None, None)[:2]
     first, last = ints(starts), ints(ends)
-    dims = ints(axes) if axes is not None else list(range(len(first)))
-    strides = ints(steps) if steps is not None else [1] * len(first)
+    dims = ints(axes) or list(range(len(first)))
+    strides = ints(steps) or [1] * len(first)
     for start, end, dim, step in zip(first, last, dims, strides, strict=True):
         places = range(*slice(start, end, step).indices(x.shape[dim]))
         # torch's own slices take no negative step.
@@ -160,7 +168,7 @@ def _slice(x: Tensor, starts: Tensor, ends: Tensor, *rest: Tensor | None) -> Ten
 
 def _split(attrs: Attrs, x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, ...]:
     axis = attrs.get("axis", 0)
-    lengths = ints(attrs.get("split") if sizes is None else sizes)
+    lengths = ints(sizes) or ints(attrs.get("split"))
     # Without lengths the parts are equal, and the last one is what is left.
     equal_length = -(-x.shape[axis] // attrs[OUTPUTS])
     return torch.split(x, lengths or equal_length, axis)
@@ -174,9 +182,14 @@ def _pad(attrs: Attrs, x: Tensor, pads: Tensor, value: Tensor | None = None, axe
         before[dim], after[dim] = amounts[place], amounts[place + len(dims)]
     mode = _PAD_MODES[attrs.get("mode", "constant")]
     if mode == "constant":
-        return padded(x, before, after, 0.0 if value is None else float(value))
+        fill = 0.0
+        if value is not None:
+            fill = float(value)
+        return padded(x, before, after, fill)
     # torch takes two leading axes, which must not be padded, and up to three others.
-    lead = max(x.ndim - 3, 1) if x.ndim > 2 else 0
+    lead = 0
+    if x.ndim > 2:
+        lead = max(x.ndim - 3, 1)
     if any(before[:lead] + after[:lead]):
         raise NotImplementedError(f"Pad with mode {mode} of the first axes")
     pairs = [amount for pair in zip(before[lead:][::-1], after[lead:][::-1], strict=True) for amount in pair]

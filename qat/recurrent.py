@@ -84,9 +84,10 @@ def _in_time(
 ) -> tuple[Tensor, ...]:
     """Y as (steps, directions, batch, size), and the last states."""
     backwards = attrs.get("direction") == "reverse"
-    sequence = x.flip(0) if backwards else x
+    if backwards:
+        x = x.flip(0)
     # With biases, one layer, no dropout, with gradients, and the time in front of the batch.
-    y, *states = function(sequence, start, parameters, True, 1, 0.0, True, len(r) == 2, False)
+    y, *states = function(x, start, parameters, True, 1, 0.0, True, len(r) == 2, False)
     y = y.reshape(*x.shape[:2], len(r), r.shape[2]).transpose(1, 2)
     if backwards:
         y = y.flip(0)

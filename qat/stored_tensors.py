@@ -69,11 +69,9 @@ def _stored_source(value: ir.Value | None) -> str:
     """The stored tensor that a value holds, behind operators that only move its numbers; empty where there is none."""
     while value is not None:
         node = value.producer()
-        if node is None:
-            return (value.name or "") if value.is_initializer() else ""
-        if node.op_type == "Constant" and "value" in node.attributes:
+        if value.is_initializer() or (node is not None and node.op_type == "Constant" and "value" in node.attributes):
             return value.name or ""
-        if node.op_type not in PASSES:
+        if node is None or node.op_type not in PASSES:
             return ""
         value = node.inputs[0]
     return ""

@@ -88,8 +88,9 @@ def maker(task: Task, inputs: list[str], outputs: list[str]) -> Callable[[GraphM
         return {name: bound[key] for name, key in zip(inputs, names, strict=True)}
 
     def to_result(results: Mapping[str, Tensor]) -> Any:
-        tensors = tuple(results[name] for name in outputs)
-        return tensors[0] if len(tensors) == 1 else tensors
+        if len(outputs) == 1:
+            return results[outputs[0]]
+        return tuple(results[name] for name in outputs)
 
     return lambda graph: Student(graph, signature, to_feed, to_result)
 

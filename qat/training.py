@@ -234,8 +234,11 @@ def _equal(graph: GraphModule, result: Calibrated, probes: Sequence[Feed]) -> Ga
     """Whether the quantised ONNX computes what the trained module does, within one step of each scale."""
     steps = {value.name: min(value.scales) for value in result.plan.values if value.role == "activation"}
     name, ratio = worst(graph, qdq.apply(result.model, result.plan), probes, steps)
-    unit = "steps of its scale" if name in steps else "times the tolerance"
-    actual = f"{name} differs by {ratio:.2g} {unit}" if name else "no difference"
+    actual = "no difference"
+    if name in steps:
+        actual = f"{name} differs by {ratio:.2g} steps of its scale"
+    elif name:
+        actual = f"{name} differs by {ratio:.2g} times the tolerance"
     return Gate("quantised as trained", ratio <= 1, actual, "at most one step of the scale, in each value")
 
 
@@ -272,8 +275,8 @@ def _with_scales(plan: QuantPlan, model: ir.Model, scales: Mapping[tuple[str, st
         numbers = tuple(shortest(scale) for scale in scales[item.name, item.dtype])
         # An activation keeps the range that calibration saw; trained weights have another.
         ends = item.seen
-        weight = weight_of(stored[item.name]) if item.role == "weight" else None
-        if weight is not None:
+        weight = weight_of(stored[item.name])
+        if item.role == "weight" and weight is not None:
             ends = (shortest(weight.min()), shortest(weight.max()))
         amax = shortest(greatest(item.dtype) * max(numbers))
         values.append(dataclasses.replace(item, scales=numbers, amax=amax, seen=ends, calibrator="qat"))

@@ -42,10 +42,11 @@ def _pads(attrs: Attrs, sizes: Sequence[int], kernel: Sequence[int]) -> tuple[li
     before, after = [], []
     for size, width, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
         total = max((-(-size // stride) - 1) * stride + (width - 1) * dilation + 1 - size, 0)
-        # SAME_UPPER puts the odd element at the end, SAME_LOWER at the start.
-        small, large = total // 2, total - total // 2
-        before.append(small if auto == "SAME_UPPER" else large)
-        after.append(large if auto == "SAME_UPPER" else small)
+        before.append(total // 2)
+        after.append(total - total // 2)
+    # SAME_UPPER puts the odd element at the end, SAME_LOWER at the start.
+    if auto == "SAME_LOWER":
+        return after, before
     return before, after
 
 
@@ -57,7 +58,9 @@ def _window(attrs: Attrs, rank: int) -> tuple[list[int], list[int]]:
 def padded(x: Tensor, before: Sequence[int], after: Sequence[int], value: float = 0.0) -> Tensor:
     """The last axes with constants before and after them; torch lists them from the last axis on."""
     pairs = [amount for pair in zip(reversed(before), reversed(after), strict=True) for amount in pair]
-    return F.pad(x, pairs, value=value) if any(pairs) else x
+    if not any(pairs):
+        return x
+    return F.pad(x, pairs, value=value)
 
 
 def conv(attrs: Attrs, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -142,7 +145,7 @@ def resize(attrs: Attrs, x: Tensor, *rest: Tensor | None) -> Tensor:
             x = x.index_select(dim, _rounded(attrs, at).clamp(0, size - 1).long())
             continue
         lower = at.floor()
-        share = (at - lower).reshape([-1 if d == dim else 1 for d in range(x.ndim)])
+        share = (at - lower).reshape(-1, *[1] * (x.ndim - 1 - dim))
         low, high = (x.index_select(dim, (lower + i).clamp(0, size - 1).long()) for i in (0, 1))
         x = low * (1 - share) + high * share
     return x
@@ -154,10 +157,10 @@ def _source_places(attrs: Attrs, size: int, new_size: int, factor: float) -> Ten
     at = torch.arange(new_size, dtype=torch.float32)
     if mode == "asymmetric":
         return at / factor
-    if mode == "align_corners":
-        return at * (size - 1) / (size * factor - 1) if new_size > 1 else at
-    if mode == "pytorch_half_pixel" and new_size == 1:
+    if new_size == 1 and mode in ("align_corners", "pytorch_half_pixel"):
         return at
+    if mode == "align_corners":
+        return at * (size - 1) / (size * factor - 1)
     if mode not in ("half_pixel", "pytorch_half_pixel"):
         raise NotImplementedError(f"Resize with coordinates {mode}")
     return (at + 0.5) / factor - 0.5
@@ -169,4 +172,6 @@ def _rounded(attrs: Attrs, at: Tensor) -> Tensor:
         return at.floor()
     if mode == "ceil":
         return at.ceil()
-    return (at - 0.5).ceil() if mode == "round_prefer_floor" else (at + 0.5).floor()
+    if mode == "round_prefer_floor":
+        return (at - 0.5).ceil()
+    return (at + 0.5).floor()

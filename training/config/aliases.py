@@ -280,11 +280,12 @@ def _unknown(path: str) -> ConfigError:
 
 def _spelling(target: str, value: Any) -> Any:
     """The canonical value for an accepted one; other values unchanged."""
+    spellings = SPELLINGS.get(target, {})
     if isinstance(value, str):
-        word = value.lower()
-        return word if word in NAMES[target] else SPELLINGS.get(target, {}).get(word, value)
+        spellings = {**spellings, **{word: word for word in NAMES[target]}}
+        return spellings.get(value.lower(), value)
     if isinstance(value, bool | int | float | None):
-        return SPELLINGS.get(target, {}).get(value, value)
+        return spellings.get(value, value)
     return value
 
 

@@ -77,14 +77,14 @@ def _check_schedule(config: SchedulerConfig) -> None:
 
 def _check_length(config: Config) -> None:
     total, name = config.scheduler.total_steps, config.scheduler.name
-    needs_length = {
-        "swa.share": config.swa.share is not None,
-        "pruning.end_step": config.pruning.method is not None and config.pruning.end_step is None,
-        "scheduler.total_steps": name in NEED_TOTAL,
+    # Who needs the length, and at which field that is said.
+    needs_length: dict[str, tuple[str, bool]] = {
+        "swa.share": ("swa", config.swa.share is not None),
+        "pruning.end_step": ("pruning", config.pruning.method is not None and config.pruning.end_step is None),
+        "scheduler.total_steps": (name, name in NEED_TOTAL),
     }
-    for path, needs in needs_length.items():
+    for path, (user, needs) in needs_length.items():
         if needs and total is None:
-            user = name if path.startswith("scheduler.") else path.partition(".")[0]
             hint = "set scheduler.total_steps to the number of optimizer steps, not of micro-batches"
             raise ConfigError(f"{user} needs the length of the run", where=path, hint=hint)
     warmup = warmup_steps(config.scheduler)

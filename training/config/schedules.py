@@ -58,10 +58,9 @@ def floor_ratio(config: SchedulerConfig, lr: float) -> float:
 
 def _decay(config: SchedulerConfig, total: int, warmup: int, floor: float) -> Schedule:
     span = max(total - warmup, 1)
-    counts_warmup = config.count_warmup
-    if counts_warmup is None:
-        counts_warmup = config.name in ("step", "multistep")
-    origin = 0 if counts_warmup else warmup
+    origin = warmup
+    if config.count_warmup or (config.count_warmup is None and config.name in ("step", "multistep")):
+        origin = 0
 
     def left(step: int) -> float:
         return 1.0 - min(max((step - warmup) / span, 0.0), 1.0)

@@ -1,6 +1,5 @@
 """Batches in an order that depends only on (seed, epoch, position), so that training can resume at any batch. Random
-draws inside a sample (augmentation) are seeded per batch, too. The number of workers therefore doesn't change the data,
-and a worker has no state that a checkpoint would need."""
+draws inside a sample (augmentation) are seeded per batch, too: the number of workers doesn't change the data."""
 
 from __future__ import annotations
 
@@ -51,8 +50,8 @@ class Batches:
         self.batch_size, self.seed, self.workers, self.hook = batch_size, seed, workers, hook
         self.share = _Share(rank, ranks)
         self.epoch = self.position = 0  # of the next batch
-        # Samples in this rank's share of the last batch. It is 0 where a short batch has none for this rank, which then
-        # gets the first sample, since every rank must run a forward pass.
+        # Samples in this rank's share of the last batch. A rank without a share gets the first sample and counts 0,
+        # since every rank must run a forward pass.
         self.counted = 0
         self.waited = 0.0  # seconds spent waiting for data so far
 
@@ -61,7 +60,9 @@ class Batches:
         """Batches in an epoch; None where an iterable has no length."""
         if self.samples is not None:
             return -(-self.samples // self.batch_size)
-        return len(self.source) if hasattr(self.source, "__len__") else None
+        if hasattr(self.source, "__len__"):
+            return len(self.source)
+        return None
 
     def forever(self) -> Iterator[Any]:
         """Batches without end from the current position on. While the caller has a batch, `epoch` and `position` are
@@ -107,12 +108,7 @@ class Batches:
         for epoch, position, last in self._places():
             order = _order(self.samples, self.seed, epoch)
             rows, counted = self.share.of(order[position * self.batch_size : (position + 1) * self.batch_size])
-
-            def select(column: Tensor, rows: Tensor = rows) -> Tensor:
-                """Rows of a column; a single number holds for all samples."""
-                return column.index_select(0, rows.to(column.device)) if column.ndim else column
-
-            yield epoch, position, last, counted, each_tensor(self.source, select)
+            yield epoch, position, last, counted, selected(self.source, rows)
 
     def _from_samples(self) -> Iterator[tuple[int, int, bool, int, Any]]:
         loaded = _Seeded(self.source, self.batch_size, self.seed, self.share)
@@ -164,12 +160,12 @@ class _Share(NamedTuple):
         return share, len(share)
 
     def of_batch(self, batch: Any) -> tuple[int, Any]:
-        """The same of a ready-made batch: the rows of every tensor whose first dimension is that of the batch."""
+        """The same of a ready-made batch."""
         samples = size(batch)
         rows, counted = self.of(torch.arange(samples))
         if self.ranks == 1:
             return counted, batch
-        return counted, each_tensor(batch, lambda t: t[rows] if t.ndim and len(t) == samples else t)
+        return counted, selected(batch, rows, samples)
 
 
 class _Seeded(Dataset[Any]):
@@ -222,7 +218,9 @@ def _in_tensors(batch: Any, where: str = "batch") -> Any:
 
 
 def _array_as_tensor(value: Any, where: str = "batch") -> Any:
-    return as_tensor(value, where) if hasattr(value, "shape") else value
+    if hasattr(value, "shape"):
+        return as_tensor(value, where)
+    return value
 
 
 def size(batch: Any) -> int:
@@ -238,7 +236,24 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def each_tensor(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same batch with `change` applied to its tensors; lists and tuples become tuples, mappings dicts."""
-    return mapped(batch, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        return leaf
+
+    return mapped(batch, changed)
+
+
+def selected(batch: Any, rows: Tensor, samples: int | None = None) -> Any:
+    """Rows of every tensor, or of those with so many `samples`. A single number holds for all samples."""
+
+    def select(tensor: Tensor) -> Tensor:
+        if tensor.ndim and (samples is None or len(tensor) == samples):
+            return tensor.index_select(0, rows.to(tensor.device))
+        return tensor
+
+    return each_tensor(batch, select)
 
 
 def example_inputs(
@@ -269,5 +284,6 @@ def first_samples(
     """The first `n` samples of a data hook's result as arguments for forward."""
     batch = next(Batches(source, batch_size=n, seed=None, hook=hook).forever())
     args, kwargs, _ = split(batch, forward)
-    first: tuple[tuple[Any, ...], dict[str, Any]] = each_tensor((args, kwargs), lambda t: t[:n] if t.ndim else t)
+    count = min(n, rows((args, kwargs)))
+    first: tuple[tuple[Any, ...], dict[str, Any]] = selected((args, kwargs), torch.arange(count))
     return first

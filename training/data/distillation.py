@@ -15,13 +15,9 @@ from layerline.training.data.loss import class_axis, counted_labels, first_outpu
 
 
 def soft_loss(
-    student: Tensor,
-    teacher: Tensor,
-    *,
-    temperature: float = 4.0,
-    axis: int | None = None,
+    student: Tensor, teacher: Tensor, *, temperature: float = 4.0, axis: int | None = None,
     counted: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """T² · KL(softmax(teacher / T) ‖ softmax(student / T)), averaged over all positions, or over those that `counted`
     marks in the shape of the logits without `axis` (Hinton et al. 2015).
 
@@ -74,14 +70,9 @@ class Distillation:
         return self.mixed(outputs, loss, inputs, named_inputs)
 
     def mixed(
-        self,
-        outputs: Any,
-        loss: Tensor,
-        inputs: tuple[Any, ...],
-        named_inputs: dict[str, Any],
-        labels: Tensor | None = None,
-        counted: Tensor | None = None,
-    ) -> Tensor:
+        self, outputs: Any, loss: Tensor, inputs: tuple[Any, ...], named_inputs: dict[str, Any],
+        labels: Tensor | None = None, counted: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """The same over the positions that `counted` marks; the shape of `labels` says where the classes are."""
         if not self.weight:
             return loss
@@ -93,10 +84,10 @@ class Distillation:
 
     def distance(self, outputs: Any, wanted: Any, labels: Tensor | None, counted: Tensor | None) -> Tensor:
         """How far the outputs are from what the teacher gave: the soft loss of the first of them."""
-        logits = first_output(outputs)
-        axis = class_axis(logits, labels) if self.axis is None else self.axis
-        target = first_output(wanted)
-        return soft_loss(logits, target, temperature=self.temperature, axis=axis, counted=counted)
+        logits, axis = first_output(outputs), self.axis
+        if axis is None:
+            axis = class_axis(logits, labels)
+        return soft_loss(logits, first_output(wanted), temperature=self.temperature, axis=axis, counted=counted)
 
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, float | None]]
@@ -107,14 +98,9 @@ class Taught:
     is called with too."""
 
     def __init__(
-        self,
-        loss: Loss,
-        student: nn.Module,
-        distillation: Distillation,
-        blaming: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        *,
-        skips_ignored: bool = False,
-    ) -> None:
+        self, loss: Loss, student: nn.Module, distillation: Distillation,
+        blaming: Callable[[], AbstractContextManager[Any]] = nullcontext, *, skips_ignored: bool = False,
+    ) -> None:  # fmt: skip
         self.skips_ignored = skips_ignored  # whether `loss` leaves out labels of -100
         self.loss, self.student, self.distillation, self.blaming = loss, student, distillation, blaming
 
@@ -130,15 +116,17 @@ class Taught:
         if not calls:
             raise TaskError("loss() never calls the model, so there is nothing to distil", where="loss")
         # A sum over `weight` samples is a mean for the teacher's loss, and a sum again after it.
-        scale = 1.0 if weight is None else max(weight, 1.0)
-        mean = loss / scale
+        scale = max(weight or 1.0, 1.0)
+        labels = counted = None
         with self.blaming():
-            labels = None
             with suppress(TaskError):  # a batch in a form of its own, for a loss of the task's own
                 labels = counted_labels(batch)
-            counted = labels if self.skips_ignored else None
+            if self.skips_ignored:
+                counted = labels
             parts = []
             for args, kwargs, out in calls:
-                parts.append(self.distillation.mixed(out, mean, args, kwargs, labels, counted))
+                parts.append(self.distillation.mixed(out, loss / scale, args, kwargs, labels, counted))
         total = torch.stack(parts).mean() * scale
-        return total if weight is None or weight else total * 0, weight
+        if weight == 0:
+            total = total * 0
+        return total, weight

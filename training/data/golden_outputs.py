@@ -48,26 +48,20 @@ def misfit(
     hint = _CALL_ALIKE
     if kwargs and len(unfilled) == 1 and not set(kwargs) & set(parameters):
         # Perhaps forward() takes one dict, and the data's arrays are its entries.
-        name = unfilled[0]
-        keys = [k.removeprefix(f"{name}_") for k in kwargs]
-        entries = ", ".join(f"{k!r}: …" for k in keys)
-        flat_names = ", ".join(f"{name}_{k}" for k in keys)
-        hint += (
-            f"; where it takes a dict, call them {flat_names}, and return {{{name!r}: {{{entries}}}}} "
-            "from example_inputs()"
-        )
-    return TaskError(
+        hint += f"; where {unfilled[0]} is a dict of them, return it from example_inputs(): {{{unfilled[0]!r}: {{…}}}}"
+    what = (
         f"the example does not fit forward(): {error}; it gives {', '.join(arguments) or 'nothing'}, "
-        f"forward() takes {', '.join(parameters) or 'nothing'}",
-        where="example_inputs",
-        hint=hint,
+        f"forward() takes {', '.join(parameters) or 'nothing'}"
     )
+    return TaskError(what, where="example_inputs", hint=hint)
 
 
 def named_outputs(out: Any) -> dict[str, Tensor]:
     """The tensors a model returns, named by keys and fields: `output`, `output_0`, `boxes`, `heads_mask`."""
-    has_names = isinstance(out, Mapping) or hasattr(out, "_fields") or dataclasses.is_dataclass(out)
-    tensors = dict(_tensors(out, () if has_names else ("output",)))
+    path: tuple[str, ...] = ("output",)
+    if isinstance(out, Mapping) or hasattr(out, "_fields") or dataclasses.is_dataclass(out):
+        path = ()
+    tensors = dict(_tensors(out, path))
     if tensors:
         return tensors
     hint = "return a tensor, or tensors in tuples, lists, dicts, named tuples or dataclasses"
@@ -138,7 +132,7 @@ def activations(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
                 # nn.TransformerEncoder hands these to its layers where src_key_padding_mask hides the ends of samples.
                 tensor = tensor.to_padded_tensor(0.0)
             if tensor.is_floating_point():
-                key = f"{path}:{count}" if count else path
+                key = f"{path}:{count}".removesuffix(":0")
                 outputs[key] = type(module).__name__, tensor.detach().clone()
 
     with ExitStack() as hooks:

@@ -106,7 +106,7 @@ def trace(model: nn.Module, recorded: Pass) -> Origin | None:
                 return _origin("loss", "", f"the gradient of the model's output {index}", gradient, recorded.batch)
         if not recorded.gradients:
             return None
-        watch.backward = True
+        watch.phase = "backward"
         starts = [outputs[index] for index in recorded.gradients]
         with watch:
             gradients = torch.autograd.grad(starts, params, list(recorded.gradients.values()), allow_unused=True)
@@ -126,7 +126,7 @@ def weights(model: nn.Module) -> Origin | None:
 def output_tensors(out: Any) -> list[Tensor]:
     """The output tensors of a model that receive gradients, in a fixed order."""
     if not isinstance(out, tuple | list | dict | Tensor):
-        out = list(out.values()) if hasattr(out, "values") else []
+        out = list(getattr(out, "values", list)())
     return [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
 
 
@@ -145,7 +145,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module, batch: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tracker = ModuleTracker()
-        self.backward = False
+        self.phase: Phase = "forward"
         self._root, self._batch = type(model).__name__, batch
         self._births: list[_Birth] = []
 
@@ -164,11 +164,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             nan = _has(result, torch.isnan)
             if nan or (not had_inf and _has(result, torch.isinf)):
                 got_inf = any(isinstance(a, float) and not math.isfinite(a) for a in arguments)
-                phase: Phase = "backward" if self.backward else "forward"
-                what = f"output {index} of {name}" if index else name
+                what = name
+                if index:
+                    what = f"output {index} of {name}"
                 path: str = max(self.tracker.parents, key=lambda n: (n != "Global", n.count("."), len(n)))
                 path = bare(path.removeprefix("Global").removeprefix(self._root).lstrip("."))
-                origin = _origin(phase, path, what, result, self._batch)
+                origin = _origin(self.phase, path, what, result, self._batch)
                 self._births.append(_Birth(origin, intended=got_inf and not nan, from_inf=had_inf))
         return out
 
@@ -199,8 +200,8 @@ class _Source:
     trained: bool = False
 
     def origin(self) -> Origin:
-        module = self.what.rpartition(".")[0] if self.phase == "parameter" else ""
-        return _origin(self.phase, module, self.what, self.tensor, self.batch)
+        # Of "input 0" nothing lies before the last dot.
+        return _origin(self.phase, self.what.rpartition(".")[0], self.what, self.tensor, self.batch)
 
     def explains(self, affected: tuple[int, ...]) -> bool:
         """Whether it has an Inf in no other samples than those affected; () stands for all samples."""

@@ -40,8 +40,10 @@ class Finding:
             return f"{text}where it began is not known: {why}"
         if self.origin is None:
             return f"{text}run again, the step is finite: it does not repeat"
-        rank = "" if self.rank is None else f" on rank {self.rank}"
-        text += f"it began{rank} {self.origin}"
+        text += "it began "
+        if self.rank is not None:
+            text += f"on rank {self.rank} "
+        text += str(self.origin)
         if self.micro_batch:
             text += f" of micro-batch {self.micro_batch}"
         if self.replayed:

@@ -107,11 +107,9 @@ class Peers(Policy, ABC):
         self._times = []
         slow, fast = max(medians), min(medians)
         if slow > _SLOWER * fast and slow - fast > _NOISE_S:
-            text = (
-                f"rank {medians.index(slow)} takes {slow:.3g} s a step, rank {medians.index(fast)} {fast:.3g} s: the "
-                "others wait for the slowest rank; give it less data or look at its machine"
-            )
-            self.lane.monitor.warn("ranks", text)
+            text = f"rank {medians.index(slow)} takes {slow:.3g} s a step, rank {medians.index(fast)} {fast:.3g} s"
+            advice = "the others wait for the slowest rank; give it less data or look at its machine"
+            self.lane.monitor.warn("ranks", f"{text}: {advice}")
 
     def agree(self, value: float) -> float:
         """The mean of a value over all ranks, outside of a step."""
@@ -157,8 +155,10 @@ class Peers(Policy, ABC):
                 names.update(names_of_rank)
             means: dict[str, Tensor] = {}
             for name, stepped in zip(self.lane.names, self.lane.stepped, strict=True):
-                if name in names:
-                    means[name] = tensors[name].clone() if name in tensors else torch.zeros_like(stepped)
+                if name in tensors:
+                    means[name] = tensors[name].clone()
+                elif name in names:
+                    means[name] = torch.zeros_like(stepped)
             self.ranks.average(list(means.values()))
         return means
 

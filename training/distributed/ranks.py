@@ -81,7 +81,9 @@ class Ranks:
 
     def share(self, tensor: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """The tensor of rank 0, on the CPU of every rank."""
-        full = torch.empty(shape, dtype=dtype) if tensor is None else tensor.contiguous()
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=dtype)
+        full = tensor.contiguous()
         if full.numel():
             sent = full.reshape(-1).view(torch.uint8).to(self.device)  # as bytes: backends don't send every type
             dist.broadcast(sent, 0)
@@ -112,7 +114,8 @@ class Ranks:
         for rank, theirs in enumerate(others, start=1):
             for a, b in itertools.zip_longest(first, theirs):
                 if a != b:
-                    what = f"rank {rank} is not like rank 0: rank 0 {_line_text(a)}, rank {rank} {_line_text(b)}"
+                    texts = ["has nothing more" if line is None else f"has {line[0]}: {line[1]}" for line in (a, b)]
+                    what = f"rank {rank} is not like rank 0: rank 0 {texts[0]}, rank {rank} {texts[1]}"
                     raise StageError(what, where=f"rank {rank}", hint=hint)
 
 
@@ -193,17 +196,15 @@ def lines(model: Named, config: Config) -> list[Line]:
     """What must be equal on all ranks: torch's version, tensors in their order, ties, configuration."""
     out: list[Line] = [("torch", str(torch.__version__))]
     for name, param in model.params.items():
-        frozen = "" if param.requires_grad else ", frozen"
-        out.append((f"parameter {name}", kind(param) + frozen))
+        text = kind(param)
+        if not param.requires_grad:
+            text += ", frozen"
+        out.append((f"parameter {name}", text))
     out += [(f"buffer {name}", kind(buffer)) for name, buffer in model.buffers.items()]
     out += [(f"tied {alias}", name) for alias, name in model.aliases.items()]
     for section, fields in config.model_dump(mode="json", exclude={"monitor": _OWN}).items():
         out += [(f"config {section}.{name}", repr(value)) for name, value in fields.items()]
     return out
-
-
-def _line_text(line: Line | None) -> str:
-    return f"has {line[0]}: {line[1]}" if line else "has nothing more"
 
 
 def kind(tensor: torch.Tensor) -> str:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from layerline.pipeline.errors import ConfigError, PipeError, StageError, Unavailable, first_line
+from layerline.pipeline.errors import ConfigError, StageError, Unavailable, first_line
 from layerline.pipeline.untrusted import integer, is_number, launched
 
 # Parts of the messages of gloo and NCCL errors. Other RuntimeErrors of a backward pass come from the model.
@@ -40,9 +40,9 @@ def device(choice: str, where: str) -> torch.device:
         return torch.device("cuda")
     if not is_number(number):
         raise ConfigError(f"LOCAL_RANK is {number!r:.40}", where="environment", hint="start with torchrun")
-    if int(number) >= (count := torch.cuda.device_count()):
-        raise Unavailable(f"this machine has {count} GPUs, and the launcher started a rank for GPU {number}",
-                          where="LOCAL_RANK", hint="start at most one process per GPU")  # fmt: skip
+    if int(number) >= torch.cuda.device_count():
+        what = f"this machine has {torch.cuda.device_count()} GPUs, and the launcher started a rank for GPU {number}"
+        raise Unavailable(what, where="LOCAL_RANK", hint="start at most one process per GPU")
     torch.cuda.set_device(int(number))
     return torch.device("cuda", int(number))
 
@@ -77,11 +77,11 @@ def meet(store: Any, place: str, rank: int, size: int, timeout_s: float,
     missing = list(range(size))
     while missing := [r for r in missing if not store.check([f"{place}/here/{r}"])]:
         if time.monotonic() > end:
-            plural = "s" if len(missing) > 1 else ""
-            raise StageError(
-                f"rank{plural} {', '.join(map(str, missing))} of {size} did not come within {timeout_s:g} s",
-                where=f"rank {rank}", hint="look at what that process said, or raise distributed.timeout_s",
-            )  # fmt: skip
+            who = f"rank {missing[0]}"
+            if len(missing) > 1:
+                who = f"ranks {', '.join(map(str, missing))}"
+            raise StageError(f"{who} of {size} did not come within {timeout_s:g} s", where=f"rank {rank}",
+                             hint="look at what that process said, or raise distributed.timeout_s")  # fmt: skip
         if ended is not None and (text := ended(missing)):
             raise StageError(text, where=f"rank {rank}")
         time.sleep(pause)
@@ -133,7 +133,7 @@ class Phases:
         self._has_ended = True
         outcome = "without an error"
         if error is not None:
-            message = error.what if isinstance(error, PipeError) else str(error)
+            message = getattr(error, "what", "") or str(error)
             outcome = f"with {type(error).__name__}: {first_line(message)[:300]}"
         self._post(outcome)
 
@@ -157,22 +157,26 @@ class Phases:
         time.sleep(_LAST_POST_S)
         others = [rank for rank in range(self.size) if rank != self.rank]
         try:
-            text = "; ".join(filter(None, map(self._about, others)))
-            if not text:  # one hangs or was killed in a part of the step in which all wait for each other
-                text = "no rank is behind: one hangs or was killed, or the connection between them is broken"
-                for rank in others:
-                    if self._place(rank) != self._place(self.rank):
-                        text += f"; rank {rank} was last seen in {self._place(rank)}"
+            texts = [text for text in map(self._about, others) if text]
+            if not texts:  # one hangs or was killed in a part of the step in which all wait for each other
+                texts = ["no rank is behind: one hangs or was killed, or the connection between them is broken"]
+                own_place = self._place(self.rank)
+                elsewhere = [rank for rank in others if self._place(rank) != own_place]
+                texts += [f"rank {rank} was last seen in {self._place(rank)}" for rank in elsewhere]
+            return "; ".join(texts)
         except RuntimeError:
             if self.rank == 0:
                 return "the store does not answer"
             return "rank 0 is gone: the store that it keeps does not answer"
-        return text
 
     def ended(self, ranks: Sequence[int]) -> str:
         """A message that names those of these ranks that have ended; "" for none."""
-        states = {rank: self._state(rank) for rank in ranks}
-        return "; ".join(self._about(rank) for rank, state in states.items() if state and state["ended"])
+        texts = []
+        for rank in ranks:
+            state = self._state(rank)
+            if state is not None and state["ended"]:
+                texts.append(self._about(rank))
+        return "; ".join(texts)
 
     def _about(self, rank: int) -> str:
         """What is unusual about a rank; "" where nothing is."""
@@ -181,8 +185,10 @@ class Phases:
             return f"rank {rank} never started"
         place = self._place(rank)
         if state["ended"]:
-            had_fewer = "without" in state["ended"] and state["step"] <= self.step
-            return f"rank {rank} ended {state['ended']} in {place}" + (" (it had fewer batches)" if had_fewer else "")
+            text = f"rank {rank} ended {state['ended']} in {place}"
+            if "without" in state["ended"] and state["step"] <= self.step:
+                text += " (it had fewer batches)"
+            return text
         waits_for_others = not state["phase"].startswith(USERS_CODE)
         if (state["step"], waits_for_others) < (self.step, True):
             return f"rank {rank} was last seen in {place}"

@@ -17,7 +17,7 @@ from layerline.pipeline.task import EXAMPLE_HOOKS
 from layerline.training.config.sections import Config
 from layerline.training.data import batches as data
 from layerline.training.data import golden_outputs
-from layerline.training.data.batches import Batches, each_tensor, size, to_device
+from layerline.training.data.batches import Batches, selected, size, to_device
 from layerline.training.data.distillation import Taught
 from layerline.training.model.canonical_names import named
 from layerline.training.randomness import rng_state
@@ -31,15 +31,9 @@ _ONE_ROW = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def try_training_hooks(
-    look: Inspection,
-    config: Config,
-    *,
-    steps: int | None,
-    epochs: int,
-    batch_size: int,
-    seed: int,
+    look: Inspection, config: Config, *, steps: int | None, epochs: int, batch_size: int, seed: int,
     device: Callable[[], torch.device],
-) -> None:
+) -> None:  # fmt: skip
     """Builds what a training run builds, and computes one loss with its gradient on two samples."""
     where = torch.device("cpu")
     with look.item("train.device"):
@@ -84,8 +78,7 @@ def try_example(look: Inspection) -> None:
         if not any(f.item == "model()" for f in look.findings):
             _tell_model(look, network)
         look.shared["network"] = network
-    defined = [hook for hook in EXAMPLE_HOOKS if look.task.has(hook)]
-    hook = defined[0] if defined else EXAMPLE_HOOKS[0]
+    hook = next(filter(look.task.has, EXAMPLE_HOOKS), EXAMPLE_HOOKS[0])
     with look.item(f"{hook}()"):
         network = look.need("network")
         example = data.example_inputs(look.task, forward=network.forward)
@@ -133,7 +126,7 @@ def _try_loss(look: Inspection, mo: ModelOptimizer, where: torch.device) -> None
     """A loss and its gradient on two samples. Where it fails, as a loss over pairs may, a whole batch is tried."""
     batch = to_device(look.need("batch"), where)
     samples = size(batch)
-    few = each_tensor(batch, lambda t: t[:SAMPLES] if t.ndim and len(t) == samples else t)
+    few = selected(batch, torch.arange(min(SAMPLES, samples)), samples)
     try:
         loss = _loss(look, mo, few)
     except TaskError as on_few:
@@ -149,8 +142,10 @@ def _try_loss(look: Inspection, mo: ModelOptimizer, where: torch.device) -> None
                         hint="compute it from the model's outputs, without detach() or no_grad()")  # fmt: skip
     look.ok("loss()", f"{float(loss.detach()):.4g} on {described(few).removeprefix('a batch ')}")
     if missing:
-        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
-        look.warn("loss()", f"{len(missing)} of {len(trained)} parameters get no gradient: {shown}",
+        shown = missing[:3]
+        if len(missing) > 3:
+            shown.append("…")
+        look.warn("loss()", f"{len(missing)} of {len(trained)} parameters get no gradient: {', '.join(shown)}",
                   "freeze them by requires_grad_(False), or use them in forward()")  # fmt: skip
     gradients = {f"the gradient of {name}": p.grad for name, p in params.items() if p.grad is not None}
     _warn_of_nonfinite(look, "loss()", {"the loss": loss.detach(), **gradients})
@@ -170,7 +165,7 @@ def _try_last_batch(look: Inspection, mo: ModelOptimizer, batch_size: int, where
     # Only the last batch can have one sample.
     if samples is None or samples % batch_size != 1 or not any(isinstance(m, _ONE_ROW) for m in mo.model.modules()):
         return
-    one = each_tensor(look.need("batch"), lambda t: t[:1] if t.ndim else t)
+    one = selected(look.need("batch"), torch.arange(1))
     try:
         _loss(look, mo, to_device(one, where))
     except TaskError as error:

@@ -70,8 +70,9 @@ def _run(job: Mapping[str, Any], report: Report) -> None:
         mo.save_ckpt(job["save"])
     for _ in range(steps):
         inputs = step()
-        state = _digests(mo, inputs if isinstance(inputs, dict) else {})
-        report({"at": mo.global_step, "state": state})
+        if not isinstance(inputs, dict):
+            inputs = {}
+        report({"at": mo.global_step, "state": _digests(mo, inputs)})
 
 
 def _build(job: Mapping[str, Any]) -> tuple[ModelOptimizer, Callable[[], object], Callable[[], float]]:
@@ -90,7 +91,8 @@ def _build(job: Mapping[str, Any]) -> tuple[ModelOptimizer, Callable[[], object]
     else:
         module = importlib.import_module(source)
     mo, step, *left = getattr(module, name)(**job["arguments"])
-    return mo, step, left[0] if left else lambda: math.inf
+    left.append(lambda: math.inf)
+    return mo, step, left[0]
 
 
 def make_stage(*, task: str, config: Mapping[str, Any], device: str, **fields: Any) -> tuple[ModelOptimizer,
@@ -159,4 +161,4 @@ def _flat(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     if not items:
         yield path, node
     for key, value in items:
-        yield from _flat(value, f"{path}/{key}" if path else str(key))
+        yield from _flat(value, f"{path}/{key}".lstrip("/"))

@@ -98,7 +98,7 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
         model.to(device)
     modes = train_mode(model)
     batches = Batches(task.call("train_data"), batch_size=batch_size, seed=seed, workers=workers, rank=rank, ranks=size)
-    total = steps if steps is not None else epochs * steps_per_epoch(batches, config.accumulate.steps)
+    total = steps or epochs * steps_per_epoch(batches, config.accumulate.steps)
     if config.scheduler.total_steps is None:
         config = config.replace(scheduler={"total_steps": total})
     # The loop saves by itself, between two steps.
@@ -194,14 +194,15 @@ def take_best(run: Run) -> str:
     if best is None or not best.entries:
         return ""
     metric, step, file = best.entries[0]
-    stopped = ", where training stopped" if run.mo.should_stop else ""
-    last = run.lane.steps
+    last = f"the last step was {run.lane.steps}"
+    if run.mo.should_stop:
+        last += ", where training stopped"
     if not file:
-        return f"the best metric was {metric:.6g} at step {step}; the last step is {last}{stopped}"
-    if step != last:
+        return f"the best metric was {metric:.6g} at step {step}; {last}"
+    if step != run.lane.steps:
         checkpoint.load(run.mo, best.folder / file)
         run.before_last = {}  # it belongs to another step than the present weights
-    return f"the weights are those of step {step} with the best metric, {metric:.6g}; the last step was {last}{stopped}"
+    return f"the weights are those of step {step} with the best metric, {metric:.6g}; {last}"
 
 
 def _agreed(run: Run, save: bool, stop: bool) -> tuple[bool, bool]:
@@ -210,7 +211,7 @@ def _agreed(run: Run, save: bool, stop: bool) -> tuple[bool, bool]:
     if peers is None:
         return save, stop
     # The wish travels with the next step's gradients.
-    peers.ask = 2.0 if stop else float(save)
+    peers.ask = max(float(save), 2.0 * stop)
     asked, peers.asked = peers.asked, 0.0
     return asked >= 1.0, asked >= 2.0
 
@@ -223,7 +224,9 @@ def one_batch(run: Run, stream: Iterator[Any]) -> Any:
     samples = run.batches.counted
 
     def forward(part: Any) -> tuple[Tensor, float]:
-        count = samples if part is batch else size(part)
+        count = samples
+        if part is not batch:
+            count = size(part)
         loss, weight = run.loss(mo.model, part)
         if weight is None:
             return loss * count, float(count)
@@ -281,7 +284,9 @@ def loss_of(
     """A function for the task's loss of a model on a batch and its weight; None stands for the number of samples. Where
     the section `distillation` asks for it, the loss of the teacher is added: the task's, if none is given."""
     has_loss = task.has("loss")
-    loss: Loss = partial(_own_loss if has_loss else _default_loss, task)
+    loss: Loss = partial(_default_loss, task)
+    if has_loss:
+        loss = partial(_own_loss, task)
     settings = config.distillation
     if not settings.alpha:
         return loss
@@ -302,11 +307,12 @@ def accepted(lane: Lane) -> Gate:
     if lane.skipped_in_a_row:
         actual += f", the last {lane.skipped_in_a_row} in a row"
     # A run that ends in rejected steps has stopped learning.
-    good = lane.steps > 0 and not lane.skipped_in_a_row and math.isfinite(lane.loss)
+    if lane.steps > 0 and not lane.skipped_in_a_row and math.isfinite(lane.loss):
+        return Gate("steps accepted", True, actual, "some, and the last one")
     hint = f"the first rejected step is {lane.first_rejected}: look for a division or log of 0, or lower the rate"
     if not lane.config.nonfinite.triage:
         hint += "; `nonfinite: {triage: true}` under train names the operator and the samples"
-    return Gate("steps accepted", good, actual, "some, and the last one", "" if good else hint)
+    return Gate("steps accepted", False, actual, "some, and the last one", hint)
 
 
 def steps_per_epoch(batches: Batches, accumulate: int) -> int:

@@ -37,8 +37,12 @@ def metric_of(task: Task, model: nn.Module, batches: Batches, *, device: torch.d
             outputs.append([_array(v) for v in named_outputs(out).values()])
     # One list a model output, over all batches.
     parts = [joined(list(of_batches), "outputs") for of_batches in zip(*outputs, strict=True)]
-    metric = task.get("metric") if task.has("metric") else accuracy
-    predictions = parts[0] if len(parts) == 1 else tuple(parts)
+    metric = accuracy
+    if task.has("metric"):
+        metric = task.get("metric")
+    predictions: Any = tuple(parts)
+    if len(parts) == 1:
+        (predictions,) = parts
     return score(metric, predictions, joined(targets, "targets"))
 
 

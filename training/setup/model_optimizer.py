@@ -66,7 +66,9 @@ class ModelOptimizer:
             # The section of the configuration: optimizers themselves are given by the names of several models.
             fields = {"optimizer": optimizer, **fields}
             optimizer = None
-        self.config = aliases.load({} if config is None else config, keywords=fields, whole=True)
+        if config is None:
+            config = {}
+        self.config = aliases.load(config, keywords=fields, whole=True)
         models, optimizers = members.by_name(model, optimizer, self.config)
         self.checkpointed: list[Checkpointed] = []
         if self.config.memory.checkpointing:
@@ -166,7 +168,9 @@ class ModelOptimizer:
             models = [other.model for other in self.lanes.values()]
             loss, weight, parts = halving.accumulate(lane, batch, forward, self.autocast, models)
             moved = lane.step(None, samples=samples)
-            read = lane.window.last_read if parts == 1 else None
+            read = None
+            if parts == 1:
+                read = lane.window.last_read
             return step_result(self._after(moved), loss, weight, read)
         try:
             with self.autocast():
@@ -248,8 +252,7 @@ class ModelOptimizer:
         """The warnings so far, one sentence each."""
         texts: list[str] = []
         for name, lane in self.lanes.items():
-            prefix = f"{name}: " if name else ""
-            texts += [prefix + text for text in lane.monitor.warnings]
+            texts += [f"{name}: {text}".removeprefix(": ") for text in lane.monitor.warnings]
         return texts
 
     # EMA.
@@ -325,10 +328,9 @@ class ModelOptimizer:
         tensor has each of its names. With a sharded model, all ranks must call it."""
         out: dict[str, Tensor] = {}
         for model, lane in self.lanes.items():
-            prefix = f"{model}." if model else ""
             tensors = ema_swap.shipped(lane)
-            out |= {prefix + name: tensor for name, tensor in tensors.items()}
-            out |= {prefix + alias: tensors[kept] for alias, kept in lane.named.aliases.items()}
+            tensors |= {alias: tensors[name] for alias, name in lane.named.aliases.items()}
+            out |= {f"{model}.{name}".removeprefix("."): tensor for name, tensor in tensors.items()}
         return out
 
     def export_metrics(self, path: str | Path) -> None:
@@ -386,7 +388,9 @@ class ModelOptimizer:
 
     def plan(self, only: str | None = None) -> Plan:
         """Groups, learning-rate curve and notes; print() it."""
-        return plan_all(self.lanes) if only is None else plan(self._lane(only, "plan"))
+        if only is None:
+            return plan_all(self.lanes)
+        return plan(self._lane(only, "plan"))
 
     def prove_resume(self, steps: int, make: str, *, start: str | Path | None = None) -> Proof:
         """Compares a run that is resumed in a second process with one in a single process, bit for bit. This object is

@@ -78,7 +78,9 @@ def _groups(lane: Lane) -> dict[str, tuple[str, str, int]]:
     group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
     out = {}
     for name, param in zip(lane.names, lane.params, strict=True):
-        kind, why = "not held" if groups else "unknown", ""
+        kind, why = "unknown", ""
+        if groups:
+            kind = "not held"
         number = group_of.get(id(param))
         if number is not None:
             kinds = {None: "unknown", 0: "no decay"}
@@ -90,7 +92,9 @@ def _groups(lane: Lane) -> dict[str, tuple[str, str, int]]:
 def _group_name(config: OptimizerConfig, member: Member) -> str:
     """`decay` or `no decay`, with the rate where it is not the configured one."""
     fields = param_groups.options(config, member)
-    name = "decay" if fields.get("weight_decay") != 0 else "no decay"
+    name = "decay"
+    if fields.get("weight_decay") == 0:
+        name = "no decay"
     rule = param_groups.rule_name(config, member)
     if rule != config.name:
         name = f"{rule}, {name}"

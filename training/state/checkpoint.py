@@ -54,7 +54,9 @@ def save(mo: Training, path: Path, *, timings: bool = True) -> Path:
     if path.suffix != SUFFIX and not path.is_dir() and (path.suffix.lower() in _OTHERS or path.exists()):
         raise ConfigError(f"a checkpoint is a {SUFFIX} file, or lies in a folder", where=str(path),
                           hint=f"{path.with_suffix(SUFFIX).name}")  # fmt: skip
-    target = path if path.suffix == SUFFIX else path / f"step-{mo.global_step:08d}{SUFFIX}"
+    target = path
+    if path.suffix != SUFFIX:
+        target = path / f"step-{mo.global_step:08d}{SUFFIX}"
     with ExitStack() as stack:
         for lane in mo.lanes.values():
             stack.enter_context(ema_swap.online(lane))

@@ -64,7 +64,9 @@ def check(fit: Fit, model: Named) -> None:
         tensor = fit.tensors[name]
         if tensor.is_floating_point() and tensor.itemsize == 1:
             tensor = tensor.float()  # torch has no isfinite for float8
-        wrong = ~tensor.isfinite() if name in model.params else tensor.isnan()
+        wrong = tensor.isnan()
+        if name in model.params:
+            wrong = ~tensor.isfinite()
         expected = "a finite number"
         if not wrong.any():
             wrong = tensor.isfinite() & ~tensor.to(target.dtype).isfinite()
@@ -284,5 +286,7 @@ def _listed(file_states: Sequence[State]) -> str:
 
 
 def _some(tensors: Mapping[str, Tensor]) -> str:
-    first = [f"{name} {tuple(tensor.shape)}" for name, tensor in itertools.islice(tensors.items(), 3)]
-    return ", ".join(first) + (", …" if len(tensors) > 3 else "")
+    shown = [f"{name} {tuple(tensor.shape)}" for name, tensor in itertools.islice(tensors.items(), 3)]
+    if len(tensors) > 3:
+        shown.append("…")
+    return ", ".join(shown)
