@@ -87,6 +87,7 @@ class Evaluation:
         Raises:
             TaskError: metric() failed, or eval_data() gives other samples than before.
         """
+        # A search judges the same model more than once: before, as the best so far, and at the end.
         for earlier in (self._last, self._held):
             if earlier is not None and earlier[0] is converted.measured:
                 return earlier[1]
@@ -97,6 +98,7 @@ class Evaluation:
         if self.why:
             return None
         before, after = by_model["float"], by_model["result"]
+        # A metric that names its figures by what it sees cannot be compared.
         if before.keys() != after.keys():
             differing = ", ".join(sorted(before.keys() ^ after.keys()))
             raise TaskError(
@@ -125,11 +127,13 @@ class Evaluation:
             rows += _count(batch.target)
             if FIRST_SHARE * rows >= total:
                 break
+        # Few samples say little, and of half of them the other half costs no more.
         if rows < LEAST_FIRST or 2 * rows > total:
             return None
         exact = self._float.outputs["float"]
         if any(len(array) != total for array in leaves(exact)):
             return None
+        # The float model's answers for these samples are known already.
         predictions = evaluate.predict({"result": OnnxRuntime().open(converted.measured)}, first)
         outputs = {"float": mapped(exact, lambda array: array[:rows]), **predictions.outputs}
         try:
@@ -188,6 +192,7 @@ class Evaluation:
         batches: Iterable[Batch] = samples
         if self._float is None:
             sessions = {"float": runtime.open(converted.reference), **sessions}
+            # The first pass also keeps what reports need of the samples: magnitudes, and a few batches.
             batches = self._data.evaluated.through(samples)
         digest = hashlib.blake2b()
         predictions = evaluate.predict(sessions, _hashed(batches, digest))
@@ -216,6 +221,7 @@ def _count(targets: Any) -> int:
 def _hashed(batches: Iterable[Batch], digest: hashlib.blake2b) -> Iterator[Batch]:
     """Passes the batches on; their inputs and targets go into the digest."""
     for batch in batches:
+        # Sorted, because a dict of inputs may come in another order at each call.
         for array in leaves([dict(sorted(batch.feed.items())), batch.target]):
             if array is not None:
                 digest.update(np.ascontiguousarray(array).tobytes())
@@ -265,6 +271,7 @@ def measure(
             if not isinstance(max_drop, Mapping) and rise > budgets[name].allowed(before[name]):
                 change = f"{name} rose from {before[name]:.4g} to {after[name]:.4g}, which counts as a gain"
                 notes.append(f"{change}; if less is better, write max_drop: {{{name}: {{rise: 5%}}}}")
+    # A metric() that returns an empty dict passes nothing.
     if max_drop is not None and not after:
         gates.append(Gate("accuracy budget", False, UNMEASURED, f"max_drop {max_drop}", "metric() gave no figure"))
     slices, about_slices = by_slice(evaluation.metric, measured.predictions, budgets)
@@ -285,32 +292,28 @@ def _row(name: str, before: float, after: float, interval: Interval | None, budg
 
 
 def _gate(
-    name: str,
-    before: float,
-    after: float,
-    interval: Interval | None,
-    budget: Budget,
-    records: Sequence[LayerDiff],
+    name: str, before: float, after: float, interval: Interval | None, budget: Budget, records: Sequence[LayerDiff]
 ) -> Gate:
     expected = f"a {budget.word} of at most {budget.shown}"
     if isinstance(budget.amount, str):
         expected += f", {budget.allowed(before):.3g}"
-    seen = f"{before:.6g} -> {after:.6g}"
+    # Six digits: with fewer, a loss of a tenth of a per cent reads as none.
+    change = f"{before:.6g} -> {after:.6g}"
     if interval is not None:
         ends = (interval.low, interval.high)
         if budget.word != "drop":
             ends = (-interval.high, -interval.low)
-        seen += f", a {budget.word} of {budget.loss(before, after):.3g} (95 % interval {ends[0]:.3g} to {ends[1]:.3g}"
+        change += f", a {budget.word} of {budget.loss(before, after):.3g} (95 % interval {ends[0]:.3g} to {ends[1]:.3g}"
         if interval.p_value is not None:
-            seen += f", McNemar's p {interval.p_value:.2g}"
-        seen += ")"
+            change += f", McNemar's p {interval.p_value:.2g}"
+        change += ")"
     passed = budget.passes(before, after)
     hint = ""
     if math.isnan(before):
         hint = "metric() gives NaN for the float model itself, so that there is nothing to compare with: mend metric()"
     elif not passed:
         hint = _remedy(records)
-    return Gate(f"{name} budget", passed, seen, expected, hint)
+    return Gate(f"{name} budget", passed, change, expected, hint)
 
 
 def _remarks(name: str, before: float, interval: Interval | None, budget: Budget) -> list[str]:

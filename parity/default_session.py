@@ -70,8 +70,6 @@ def check(
     If it fails because shapes of inner values are declared wrong, they are corrected in the file.
 
     Args:
-        path: the model's file.
-        feeds: arrays by input name.
         allowed: greatest relative L2 error by output; LIMIT for those left out.
         expected: outputs of the unoptimised graph for each feed; computed here if left out.
 
@@ -171,6 +169,7 @@ def _sources_agree(path: Path, feed: Feed, sources: Sequence[str], allowed: Mapp
 def _locate(path: Path, feeds: Sequence[Feed], fault: _Fault) -> tuple[str, bool]:
     """The node that the runtime names, otherwise the first bad one; and whether its values only flipped."""
     model = onnx_files.read_model(path)
+    # onnxruntime names the node in most of its errors.
     named = [node for node in model.graph if node.name and f"node {node.name}:" in fault.what]
     flips = 0
     if named:
@@ -226,6 +225,7 @@ def _first_bad(model: ir.Model, feed: Feed, fault: _Fault) -> tuple[str, int]:
     array = default(value)
     if array is None or array.shape != right[value].shape:
         return value, 0
+    # A few elements that jump are a tie; many are a wrong kernel.
     changed = int((array != right[value]).sum())
     if changed > max(FLIPS, FLIPPED_SHARE * array.size):
         return value, 0

@@ -15,7 +15,8 @@ from layerline.export.signature import Signature, Value
 from layerline.export.torch_export import quiet, trace
 from layerline.graph.analysis.ir_queries import model_nodes
 from layerline.graph.io import module_identity
-from layerline.parity.probe_inputs import BEYOND, drawn_over, outputs_or_error, size_refused
+from layerline.parity.module_runs import drawn_over, outputs_or_error, size_refused
+from layerline.parity.probe_inputs import BEYOND
 from layerline.pipeline.config.field_types import Dim
 from layerline.pipeline.errors import ConfigError
 

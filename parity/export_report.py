@@ -22,7 +22,6 @@ def report(stage: str, opset: int, prober: Prober, result: Parity, gates: Sequen
     """Builds the report.
 
     Args:
-        gates: those beside the comparison's own.
         auto: whether values are judged by the measured noise floor, and not by rtol and atol.
     """
     # The first failure may follow from a value that only jumped.
@@ -66,6 +65,7 @@ def batch_size(call: Call) -> int:
 
 def _metrics(prober: Prober, rows: Sequence[LayerDiff], opset: int) -> dict[str, Scalar]:
     graph = prober.traced.model.graph
+    # They have a row without measures.
     random = {row.name: str(row.extra["nondeterministic"]) for row in rows if row.extra.get("nondeterministic")}
     # The sizes that the model can be deployed at are a headline of the report.
     sizes: Mapping[str, str] = {"batch": f"fixed at {batch_size(prober.call)}"}
@@ -103,6 +103,7 @@ def _batch_statistics(module: nn.Module) -> list[str]:
     """Notes on BatchNorms that normalise by the batch at hand, which is rarely meant."""
     notes = []
     for path, inner in module.named_modules():
+        # In eval mode it normalises by the batch all the same.
         if isinstance(inner, _BATCH_NORMS) and inner.running_mean is None:
             notes.append(
                 f"module {path} ({type(inner).__name__}) keeps no running statistics (track_running_stats=False): it "
@@ -123,6 +124,7 @@ def flip_notes(rows: Sequence[LayerDiff]) -> list[str]:
 
 def start_of_difference(rows: Sequence[LayerDiff]) -> list[str]:
     """Where the difference starts, and the jump that caused it, if there is one."""
+    # In the order of the graph: what is behind the first failure may follow from it.
     failed = [row for row in rows if not row.passed]
     if not failed:
         return []

@@ -58,6 +58,7 @@ class Twin:
     def values(self, feeds: Sequence[Feed]) -> Iterator[tuple[str, list[Twins]]]:
         """Every node that computes something, in order, with its value on every feed that got this far."""
         graph = self.program.graph_module
+        # All feeds go through the program together, node by node: a weight is widened once and let go.
         runs = {i: (_Plain(graph), _Double(graph)) for i in range(len(feeds))}
         constants = stored(self.program)
         inputs = {i: iter(feed.values()) for i, feed in enumerate(feeds)}
@@ -79,6 +80,7 @@ class Twin:
             for operand in node.all_input_nodes:
                 if self._last[operand] is node:
                     for single, double in runs.values():
+                        # Without this, a deep model would hold all its activations in both precisions.
                         del single.env[operand], double.env[operand]
 
     def _widen(self, node: fx.Node, runs: Mapping[int, Any], constants: Mapping[str, Any]) -> None:
@@ -207,6 +209,7 @@ class Rounded:
         greatest = float(exact.abs().nan_to_num(0.0, 0.0, 0.0).amax())
         off = noise_floor.MULTIPLE * max(noise, noise_floor.LEAST * greatest)
         loose = torch.round((exact - off) / step) != torch.round((exact + off) / step)
+        # Both runs go on from the step that the ONNX took.
         for table in (single, double):
             torch_values = table[node].double()
             # Half a per cent of a step is far more than the product of step and scale rounds by.
@@ -239,6 +242,7 @@ class Rounded:
 
     def moved(self, value: str, reference: Array, feed: int) -> Array:
         """An output of the module, moved by as much as the steps that the ONNX took move the program's."""
+        # The module itself cannot be run behind settled steps: the program's shift is added to its output.
         shift = self._shift.get((feed, value))
         if shift is None or shift.shape != reference.shape:
             return reference

@@ -33,35 +33,24 @@ from layerline.parity.repair_steps import Repaired
 from layerline.parity.search_judge import Judge, Verdict
 from layerline.pipeline.report import Gate, Report, Scalar, decibels
 
+# No further group of layers is tried after so many; each of `Search.others` has at least one.
 MOST_EVALUATIONS = 40
-"""No further group of layers is tried after so many; each of `Search.others` has at least one."""
+# Part of its own bytes that a format saves at least for a layer's rank: layers that save nothing come first.
 LEAST_SAVING = 0.01
-"""Part of its own bytes that a format saves at least for a layer's rank: layers that save nothing come first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The assignment that the search ended with.
+    """The assignment that the search ended with."""
 
-    Attributes:
-        converted: the model.
-        formats: format of each layer that was quantised at first.
-        quantized: the format that it had then.
-        rows: the table: one row a layer.
-        evaluations: how many assignments were evaluated on the budget.
-        saved: part of the float model's bytes that the assignment saves, from 0 to 1.
-        repaired: the model that the search began with.
-        gates: a failed one where the budget holds with no assignment.
-    """
-
-    converted: Converted
-    formats: Mapping[str, str]
-    quantized: Mapping[str, str]
-    rows: Sequence[Mapping[str, Scalar]]
-    evaluations: int
-    saved: float
-    repaired: Repaired
-    gates: tuple[Gate, ...] = ()
+    converted: Converted  # the model
+    formats: Mapping[str, str]  # format of each layer that was quantised at first
+    quantized: Mapping[str, str]  # the format that it had then
+    rows: Sequence[Mapping[str, Scalar]]  # the table: one row a layer
+    evaluations: int  # how many assignments were evaluated on the budget
+    saved: float  # part of the float model's bytes that the assignment saves, from 0 to 1
+    repaired: Repaired  # the model that the search began with
+    gates: tuple[Gate, ...] = ()  # a failed one where the budget holds with no assignment
 
     def added_to(self, report: Report, model: ir.Model, layers: Mapping[str, str]) -> Report:
         """The report with the table, its figures, and the fields of pipe.yaml that fix what was chosen.
@@ -104,24 +93,16 @@ Make = Callable[[Collection[str], Mapping[str, str]], Converted]
 
 @dataclass(kw_only=True)
 class Search:
-    """One search.
+    """One search."""
 
-    Attributes:
-        start: the model in which every layer is quantised, what it was made from, and its verdict.
-        make: the model in which these layers are not quantised as the mode says, and have the formats of the second
-            argument, or else stay float.
-        judge: evaluates a model on the budget.
-        float_format: what stays float: "fp32", or a half type.
-        others: formats that are tried for what stays float, the cheapest first: fp8, a half type.
-        log: called with one line for each evaluation.
-    """
-
-    start: Repaired
+    start: Repaired  # the model in which every layer is quantised, what it was made from, and its verdict
+    # The model in which these layers are not quantised as the mode says, and have the formats of the second argument,
+    # or else stay float.
     make: Make
-    judge: Judge
-    float_format: str
-    others: Sequence[str]
-    log: Callable[[str], None]
+    judge: Judge  # evaluates a model on the budget
+    float_format: str  # what stays float: "fp32", or a half type
+    others: Sequence[str]  # formats that are tried for what stays float, the cheapest first: fp8, a half type
+    log: Callable[[str], None]  # called with one line for each evaluation
     _verdicts: dict[frozenset[str], Verdict] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)
     _chosen: dict[str, str] = field(default_factory=dict)

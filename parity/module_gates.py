@@ -17,7 +17,7 @@ from layerline.export import kept_state
 from layerline.export.example_call import Call, place_of
 from layerline.export.probe_files import Probe
 from layerline.graph.io.module_identity import source
-from layerline.parity.probe_inputs import outputs_or_error
+from layerline.parity.module_runs import outputs_or_error
 from layerline.pipeline.report import Gate
 
 # Greatest relative L2 distance of a later call, or of another machine: kernels may round differently.

@@ -23,11 +23,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Watch:
-    """Looks at the outputs of all stages batch by batch, for NaN and Inf that the stage before does not have.
-
-    Args:
-        folders: the artifact of each stage, in order.
-    """
+    """Looks at the outputs of all stages batch by batch, for NaN and Inf that the stage before does not have."""
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
         self.feeds: dict[str, Feed] = {}

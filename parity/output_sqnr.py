@@ -147,10 +147,10 @@ def gates(distances: Outputs, bounds: Bounds) -> tuple[Gate, ...]:
     )
     db = output.sqnr_db
     passed = db >= bounds.min_db
-    seen = f"{name} has {db:.1f} dB"
+    actual = f"{name} has {db:.1f} dB"
     if output.differing:
-        seen += f": {output.differing}"
-    result = [Gate("output SQNR", passed, seen, f"at least {bounds.min_db:g} dB", "" if passed else hint)]
+        actual += f": {output.differing}"
+    result = [Gate("output SQNR", passed, actual, f"at least {bounds.min_db:g} dB", "" if passed else hint)]
     if bounds.min_cosine is not None:
         name = min(distances, key=lambda each: distances[each].cosine)
         cosine = distances[name].cosine

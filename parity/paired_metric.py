@@ -48,13 +48,7 @@ class Interval:
 def intervals(
     metric: Metric, before: Any, after: Any, targets: Any, totals: tuple[Mapping[str, float], Mapping[str, float]]
 ) -> tuple[dict[str, Interval], str]:
-    """The interval of every metric, and a sentence where there are none.
-
-    Args:
-        before: outputs of the float model for all samples.
-        after: those of the converted model.
-        totals: the metrics of both.
-    """
+    """The interval of every metric, and a sentence where there are none."""
     lengths = {np.shape(array)[:1] for array in leaves([before, after, targets])}
     if len(lengths) != 1 or lengths == {()}:
         return {}, "outputs and targets do not have one row a sample"
@@ -63,10 +57,12 @@ def intervals(
         again = score(metric, after, targets)
         if not all(math.isfinite(value) for scores in (*totals, again) for value in scores.values()):
             return {}, "metric() gives NaN or Inf"
+        # A metric that draws at random has no interval.
         if again != totals[1]:
             return {}, "metric() gives other numbers each time"
     except TaskError as error:
         return {}, error.what
+    # Every SINGLE-th sample is a group, so that data in order of class is spread over all groups.
     groups = [np.arange(start, samples, SINGLE) for start in range(min(samples, SINGLE))]
     rows = _on_each(metric, (before, after), targets, groups)
     sizes = np.array([len(group) for group in groups], np.float64)
@@ -135,6 +131,7 @@ def _of_rows(before: Numbers, after: Numbers, sizes: Numbers) -> Interval:
     single = bool((sizes == 1).all())
     if single and np.isin(before, (0, 1)).all() and np.isin(after, (0, 1)).all():
         return _mcnemar(before, after)
+    # The same samples give the same interval.
     rng = np.random.default_rng(0)
     losses = before - after
     means = np.empty(DRAWS)
@@ -151,6 +148,7 @@ def _mcnemar(before: Numbers, after: Numbers) -> Interval:
     changed = worse + better
     tail = sum(math.comb(changed, k) for k in range(min(worse, better) + 1))
     p_value = min(1.0, 2 * tail / 2**changed)
+    # Two pseudo-observations: the adjustment of the paper.
     samples = before.size + 2
     share_worse, share_better = (worse + 1) / samples, (better + 1) / samples
     centre = share_worse - share_better

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -20,15 +18,13 @@ from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.threshold_flips import blamed
 from layerline.export.signature import Signature, signature
 from layerline.graph.analysis.counted_values import counted
-from layerline.graph.analysis.ir_queries import names, stored
 from layerline.graph.analysis.rounding_noise import drawn, unjudged
 from layerline.graph.quantization import qdq
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
 from layerline.graph.quantization.qdq_placement import products
 from layerline.graph.quantization.targets import FORMATS, OF_TYPE
-from layerline.parity import default_session, output_sqnr, plan_rounding
-from layerline.pipeline.errors import StageError
+from layerline.parity import output_sqnr, plan_rounding
 from layerline.pipeline.report import (
     CHANNELS,
     CLIPPED,
@@ -46,19 +42,11 @@ from layerline.pipeline.report import (
 _LAST_STEP = 127.5 / 127  # what is less than half a step beyond the range is rounded into it
 _BY_CHANNEL = 8  # layers, those with the lowest own SQNR
 _CHANNELS = 32  # of a layer
-_FP8 = {ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2}
 _ROUNDED = 2  # feeds on which activations are rounded by numpy
 
 
 def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mode: str) -> Report:
-    """Compares every layer with the float model, and lists what is quantised and what stays float.
-
-    Args:
-        stage: name of the stage.
-        converted: the float and the converted model.
-        probes: inputs to compare on.
-        mode: of quantize.
-    """
+    """Compares every layer with the float model, and lists what is quantised and what stays float."""
     if mode == "none":
         return Report(stage=stage, notes=("mode none: the model is passed on as it is",))
     reference, plan = converted.reference, converted.plan
@@ -67,6 +55,7 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
     columns = _columns(converted, rows)
     explained = plan_rounding.own_errors(converted, probes)
     records: list[LayerDiff] = []
+    # Inputs of the graph come first: what they lose, the layers behind them never see.
     for record in (*_input_rows(converted, probes), *blamed(layers, reference.graph)):
         extra = dict(record.extra)
         if record.name in explained:
@@ -75,6 +64,7 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
         records.append(dataclasses.replace(record, extra=extra))
     gates = list(_conversion_gate(converted, mode))
     if runs_on_onnxruntime(converted):
+        # Where onnxruntime cannot run the artifact, its emulation is all that was measured.
         gates += _emulation_gate(converted, probes)
     return Report(
         stage=stage,
@@ -95,85 +85,6 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
 def runs_on_onnxruntime(converted: Converted) -> bool:
     """Whether onnxruntime can run the artifact as it is: its CPU provider has neither bfloat16 nor float4."""
     return "bf16" not in converted.halved and all(v.dtype != "float4e2m1" for v in converted.plan.values)
-
-
-def with_default_session(
-    report: Report, converted: Converted, path: Path, probes: Sequence[Feed], samples: Callable[[], Iterable[Feed]]
-) -> Report:
-    """Adds gates and notes on running the artifact in a default onnxruntime session.
-
-    Its int8 kernels round some ties to the other side. On a sample between two answers this can move an output further
-    than quantisation did. So the session is then judged by its distance from the float model over all feeds.
-
-    Args:
-        path: the artifact's ONNX file.
-        samples: an iterator over samples of the task's data. It is read only if an output differs on the probes.
-    """
-    if _holds_fp8(converted.model):
-        note = (
-            "a default onnxruntime session is not tried: its optimisations make kernels of fp8 that do not exist, "
-            "or drop a Relu; with graph_optimization_level = ORT_ENABLE_BASIC it computes what is reported here"
-        )
-        return dataclasses.replace(report, notes=(*report.notes, note))
-    outputs = {*names(converted.model.graph.outputs), *counted(converted.model.graph).sources}
-    allowed = {r.name: _default_limit(r.rel_l2 or 0.0) for r in report.records if r.name in outputs}
-    gates, notes = default_session.check(path, probes, allowed=allowed)
-    if gates:
-        gates, more = _judged_by_float(gates, converted, path, itertools.chain(probes, samples()))
-        notes += more
-    return dataclasses.replace(report, gates=(*report.gates, *gates), notes=(*report.notes, *notes))
-
-
-def _holds_fp8(model: ir.Model) -> bool:
-    """Whether the model holds float8 numbers; a model may bring Q/DQ of its own, which no plan lists."""
-    types: set[int] = {tensor.dtype for _, tensor in stored(model.graph)}
-    for node in model.graph:
-        types.update((node.attributes.get_int("to", 0), node.attributes.get_int("output_dtype", 0)))
-    return bool(types & _FP8)
-
-
-def _default_limit(quantisation_error: float) -> float:
-    """Greatest relative L2 distance of an output in a default session."""
-    # Its int8 kernels round differently in places, which moves an output no further than quantisation itself did. 1 %
-    # passes in any case: single roundings show in an output that quantisation hardly moved.
-    return max(0.01, 2 * quantisation_error)
-
-
-def _judged_by_float(
-    gates: list[Gate], converted: Converted, path: Path, feeds: Iterable[Feed]
-) -> tuple[list[Gate], list[str]]:
-    """A note in place of the gates if the session is about as near to the float model as the graph run as written."""
-    by_numbers = counted(converted.reference.graph)
-    reference = OnnxRuntime(few_runs=True).open(converted.reference, by_numbers.sources)
-    written = OnnxRuntime(few_runs=True).open(converted.measured, by_numbers.sources)
-    left_out = {*drawn(converted.reference), *by_numbers.outputs}
-    by_default: defaultdict[str, Distance] = defaultdict(Distance)
-    as_written: defaultdict[str, Distance] = defaultdict(Distance)
-    count = 0
-    try:
-        default = OnnxRuntime(defaults=True).open(path, by_numbers.sources)
-        for feed in feeds:
-            count += 1
-            exact = reference.run(feed)
-            optimised = default.run(feed)
-            plain = written.run(feed)
-            # In the order of the outputs: a set's order differs from run to run, and so might the output named below.
-            for name, right in exact.items():
-                if name not in left_out:
-                    by_default[name] += diff_arrays(right, optimised[name])
-                    as_written[name] += diff_arrays(right, plain[name])
-    except StageError:
-        return gates, []
-    for name, distance in by_default.items():
-        # Written so that NaN fails too.
-        if distance.mismatch or distance.one_sided or not distance.rel_l2 <= _default_limit(as_written[name].rel_l2):
-            return gates, []
-    if not by_default:
-        return gates, []
-    worst = max(by_default, key=lambda name: by_default[name].rel_l2)
-    near = f"over {count} feeds {worst} has {by_default[worst].sqnr_db:.1f} dB in it"
-    seen = f"a default onnxruntime session rounds otherwise in places: {gates[0].seen}"
-    return [], [f"{seen}; {near}, and {as_written[worst].sqnr_db:.1f} dB as the graph is written, both against float"]
 
 
 def with_outputs(
@@ -200,9 +111,11 @@ def with_outputs(
     if worst is not None:
         metrics["output_sqnr_db"] = worst[1].sqnr_db
     gates = list(report.gates)
+    # Where a metric was measured, that one judges.
     if bounds is not None:
         gates += output_sqnr.gates(outputs, bounds)
     if data.hook() is not None:
+        # Data of another scale gives ranges that fit nothing, whatever the calibrator is.
         gates += output_sqnr.data_gate(data.survey.peaks, data.evaluated.peaks)
     tables = dict(report.tables)
     sizes = output_sqnr.by_size(converted.reference, converted.measured, probes, signature)
@@ -226,6 +139,7 @@ def _counts(converted: Converted, mode: str) -> dict[str, Scalar]:
         for name in (mode, *sorted(set(formats.values()) - {mode})):
             counts[f"{name}_products"] = f"{list(formats.values()).count(name)} of {total}"
         for role in ("activation", "weight"):
+            # A value that is quantised to two types counts twice.
             counts[f"quantized_{role}s"] = sum(value.role == role for value in converted.plan.values)
     for half_type, nodes in converted.halved.items():
         counts[f"{half_type}_nodes"] = nodes
@@ -237,6 +151,7 @@ def _product_formats(converted: Converted) -> dict[str, str]:
     formats: dict[str, str] = {}
     for value in converted.plan.values:
         for reader, _ in value.readers:
+            # The format of a layer is that of its weights and activations: a model may mix them.
             formats[reader] = OF_TYPE.get(value.dtype, value.dtype)
     return {name: formats[name] for name in products(converted.reference) if name in formats}
 
@@ -245,6 +160,7 @@ def _conversion_gate(converted: Converted, mode: str) -> tuple[Gate, ...]:
     """Fails where nothing was converted although the model has matrix products."""
     all_products = set(products(converted.reference))
     total = len(all_products)
+    # The two most frequent reasons say what to change.
     reasons = Counter(entry.reason for entry in converted.plan.kept)
     if mode in FORMATS:
         count = len(_product_formats(converted))
@@ -338,6 +254,7 @@ def with_samples(report: Report, converted: Converted, feeds: Sequence[Feed]) ->
     values = {value.name: value for value in qdq.activations(converted.plan)}
     losses = {name: Distance() for name in values}
     beyond = dict.fromkeys(values, 0)
+    # Rounded by numpy as the plan says, from the exact values: the model's own Q/DQ is not asked.
     session = OnnxRuntime(few_runs=True).open(converted.reference, list(values))
     for feed in few:
         arrays = {**feed, **session.run(feed)}
@@ -353,6 +270,7 @@ def with_samples(report: Report, converted: Converted, feeds: Sequence[Feed]) ->
         if name in losses and losses[name].count and dtype == values[name].dtype:
             share = beyond[name] / losses[name].count
             rows[name, dtype] |= {"sqnr_db": losses[name].sqnr_db, "clipped_there": share}
+    # Channels are measured of few layers: a row a channel of all would fill the report.
     worst = [record for record in report.sorted("own") if record.own_db is not None][:_BY_CHANNEL]
     in_order = [record for record in report.records if record in worst]
     channels = channel_errors(converted.reference, converted.measured, few, in_order, most=_CHANNELS)

@@ -51,12 +51,8 @@ def run(
 
     Args:
         calibrated: without bias correction, which has to follow the last repair.
-        names: the repairs to try, in this order.
-        repairer: applies them.
         finish: corrects biases, if that is configured, and makes the quantised model.
-        judge: judges by the task's metric, or without one by the outputs on samples.
         stop: whether to end as soon as the judge passes a model.
-        log: called with one line for each repair.
     """
     finished, converted = finish(calibrated)
     plain = converted

@@ -16,17 +16,11 @@ from layerline.pipeline.config.budgets import MaxDrop, by_metric
 
 @dataclass(frozen=True)
 class Verdict:
-    """How one model does on the budget.
+    """How one model does on the budget."""
 
-    Attributes:
-        passed: whether it holds.
-        lack: how far it is from holding, to compare models; at most 0 where it holds.
-        seen: the figures in words.
-    """
-
-    passed: bool
-    lack: float
-    seen: str
+    passed: bool  # whether it holds
+    lack: float  # how far it is from holding, to compare models; at most 0 where it holds
+    seen: str  # the figures in words
 
 
 Judge = Callable[[Converted], Verdict]
@@ -88,5 +82,5 @@ def _by_outputs(outputs: output_sqnr.Outputs, bounds: output_sqnr.Bounds) -> Ver
     if worst is None:
         return Verdict(False, math.inf, "no output could be measured")
     name, output = worst
-    seen = f"{name} has {output.sqnr_db:.1f} dB, cosine {output.cosine:.6f}"
-    return Verdict(all(gate.passed for gate in gates), bounds.min_db - output.sqnr_db, seen)
+    actual = f"{name} has {output.sqnr_db:.1f} dB, cosine {output.cosine:.6f}"
+    return Verdict(all(gate.passed for gate in gates), bounds.min_db - output.sqnr_db, actual)

@@ -45,6 +45,7 @@ def by_slice(metric: Metric, predictions: Predictions, budgets: Mapping[str, Bud
         except TaskError:  # such as an AUC of one class
             left_out += 1
             continue
+        # A metric may leave figures out for a slice, such as the recall of a class that is not there.
         for each in [name for name in after if name in before]:
             loss = budgets.get(each, usual(each, 0.0)).loss(before[each], after[each])
             row: Row = {"slice": name, "samples": chosen.size, "metric": each}
@@ -67,6 +68,7 @@ def flipped(intervals: Mapping[str, Interval], predictions: Predictions) -> tupl
     for name, interval in intervals.items():
         if interval.method != "McNemar":
             continue
+        # -1 for a sample that became wrong, 1 for one that became right.
         change = interval.after - interval.before
         for index in sorted(np.flatnonzero(change).tolist(), key=lambda i: (change[i], i)):
             row: Row = {"sample": index, "metric": name, "became": "wrong"}

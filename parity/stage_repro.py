@@ -34,7 +34,6 @@ def write(stage: str, value: str, folders: Mapping[str, Path], feeds: Sequence[F
             SQNR takes its place.
         folders: the artifact of each stage, in order.
         feeds: what is run beside the probes.
-        folder: gets the files.
 
     Raises:
         StageError: the stage left no ONNX model, or computes all values as the one before.
@@ -51,6 +50,7 @@ def write(stage: str, value: str, folders: Mapping[str, Path], feeds: Sequence[F
     if not before:
         return _first_nonfinite(stage, candidate, feeds, folder)
     reference = onnx_files.read_model(folders[before[-1]] / onnx_files.FILE)
+    # Quantising raises the opset; both models need one to share a graph.
     newest = max(opset_of(reference), opset_of(candidate))
     with contextlib.suppress(StageError):
         reference, candidate = raise_opset(reference, newest), raise_opset(candidate, newest)
@@ -63,6 +63,7 @@ def write(stage: str, value: str, folders: Mapping[str, Path], feeds: Sequence[F
     named = _readers(candidate, value)
     places = [record for record in by_own if record.name in named and record.own_db is not None]
     bad = (places or by_own)[0]
+    # The region begins where both models still agree.
     equal = {record.name for record in records} - {record.name for record in wrong}
     reproduce(reference, candidate, feeds, bad, equal, folder)
     return bad

@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
-from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from layerline.backends.base import Array, Feed
 from layerline.compare import noise_floor, threshold_flips
@@ -20,19 +17,12 @@ from layerline.compare.arrays import array
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.topk_indices import pointers, resolved
 from layerline.export import program_queries
-from layerline.export.program_queries import example_size
 from layerline.export.torch_export import Traced
 from layerline.graph.analysis.ir_queries import names
 from layerline.graph.io import module_identity
 from layerline.parity.float64_reference import Rounded, Twin
+from layerline.parity.long_sums import long_sums
 from layerline.pipeline.report import LayerDiff, Scalar
-
-# Terms from which on a sum gets this allowance; below, torch's measured floor covers it.
-LONG = 4096
-_STEP = 2.0**-24
-
-_TO_FEWER = frozenset({"sum", "mean", "var", "std", "norm", "linalg_vector_norm", "logsumexp", "var_mean", "std_mean"})
-_ALONG = frozenset({"cumsum", "softmax", "_softmax", "log_softmax", "_log_softmax", "logcumsumexp"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +105,12 @@ class Tally:
                     if value not in needed_later:
                         del values[value]
         self.rounded.end(feeds)
+        # Elements of fake-quantised values that took another step than in torch.
         self._flips |= self.rounded.flips
 
     def floors(self) -> dict[str, float]:
         """Noise floor (relative L2) of every value. A value inside a node has the node's floor."""
+        # By node: what it computes, and all that is computed from it, may be off by as much.
         long = long_sums(self.traced.program)
         floors: dict[str, float] = {}
         for value, node in self.traced.owners.items():
@@ -155,6 +147,7 @@ class Tally:
     def kept_for_outputs(self, outputs: Iterable[str], onnx_values: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs of the ONNX on one feed, and the values they are judged by: operands of a step, data of an index."""
         names = list(outputs)
+        # What decides about a step or an index has to be there when the output is judged.
         for value in tuple(names):
             names += self._steps.operands(value)
             if value in self._pointers:
@@ -184,6 +177,7 @@ class Tally:
         self, value: str, truth: Array, onnx: Array, onnx_values: Mapping[str, Array]
     ) -> tuple[Array, int]:
         """The truth with the ONNX's elements where a step may lie on either side, and how many of them differed."""
+        # A wrong shape is reported as such.
         if truth.shape != onnx.shape:
             return truth, 0
         loose = self._steps.loose(value, onnx_values, self._error_bound(onnx_values))
@@ -276,61 +270,3 @@ def _parts(single: Any, double: Any) -> list[tuple[Array, Array]]:
             if isinstance(narrow, torch.Tensor) and (narrow.is_floating_point() or narrow.is_complex()):
                 pairs.append((array(narrow), array(wide)))
     return pairs
-
-
-def long_sums(program: ExportedProgram) -> dict[str, float]:
-    """Relative error of each node that long sums in it and before it explain. It does not shrink on the way.
-
-    torch adds in pairs, so its error is too small a measure for runtimes that add in turn. The order of a sum is free,
-    and the errors of n terms added in turn come to about sqrt(n) rounding steps (Higham, Accuracy and Stability of
-    Numerical Algorithms, §4.2).
-    """
-    errors: dict[str, float] = {}
-    for node in program.graph.nodes:
-        errors[node.name] = 0.0
-        leaves = pytree.tree_leaves(node.meta.get("val"))
-        # Integers add up exactly.
-        if not any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
-            continue
-        # An error does not shrink on the way: what is computed from a long sum has its error as well.
-        inherited = max((errors[n.name] for n in node.all_input_nodes), default=0.0)
-        errors[node.name] = inherited
-        if node.op == "call_function":
-            terms = _terms(node)
-            if terms >= LONG:
-                errors[node.name] = max(math.sqrt(terms) * _STEP, inherited)
-    return errors
-
-
-def _terms(node: fx.Node) -> float:
-    """How many numbers are added for one element of the result, at the example's size."""
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-    shape: tuple[int, ...] = ()
-    if node.args and isinstance(node.args[0], fx.Node):
-        shape = _shape(node.args[0].meta.get("val"))
-    # Reductions to fewer elements, whatever the axes: all that goes in, over all that comes out.
-    if name in _TO_FEWER:
-        return math.prod(shape) / max(math.prod(_shape(node.meta["val"])), 1)
-    if name in _ALONG and shape:
-        axis = node.args[1]
-        if isinstance(axis, int):
-            return shape[axis]
-    if name == "layer_norm":
-        sizes = node.args[1]
-        if not isinstance(sizes, list | tuple):
-            return 0
-        return math.prod(s for s in sizes if isinstance(s, int))
-    if name == "group_norm" and isinstance(node.args[1], int):
-        return math.prod(shape[1:]) / node.args[1]
-    if name == "instance_norm":
-        return math.prod(shape[2:])
-    return 0
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    """The shape of a tensor, or of the first of several, at the example's size."""
-    if isinstance(value, list | tuple) and value:
-        value = value[0]
-    if not isinstance(value, torch.Tensor):
-        return ()
-    return tuple(example_size(size) for size in value.shape)

@@ -131,7 +131,7 @@ class Export(Stage):
         integers = _ranges(self.ranges, call)  # before the trace, which may take minutes
         work.log.say(f"exporting {type(call.module).__name__} at opset {self.opset}")
         traced = trace(call, axes, self.opset, root)
-        prober = Prober(call=call, axes=axes, traced=traced, integers=integers)
+        prober = Prober(call, axes, traced, integers)
         probes = prober.probes(_samples(work, call, self.probes), self.probes)
         nodes, values = len(traced.model.graph), len(traced.nodes)
         work.log.say(f"{nodes} nodes; comparing {values} values on {len(probes)} feeds")
@@ -144,11 +144,11 @@ class Export(Stage):
         more = prober.narrower([probe for probe in probes if probe.gate in failed])
         # Behind a branch that gives the same, forward() may branch again.
         if not failed and all(row.passed for row in result.rows):
-            more = prober.deeper(probes, root)
+            more = prober.guards.deeper(probes, root)
         if more:
             probes = [*probes, *more]
             result = parity(traced, probes, rule)
-        return prober, probes, replace(result, gates=prober.explained(result.gates, probes))
+        return prober, probes, replace(result, gates=prober.guards.explained(result.gates, probes))
 
     def _check_module(
         self, work: Work, prober: Prober, probes: Sequence[Probe], *, fast: bool

@@ -229,7 +229,7 @@ class Quantize(QuantizeFields):
     def _report(self, converted: Converted, conversion: Conversion, signature: Signature, work: Work) -> Report:
         """What the conversion costs: by layer, at the outputs, and of the task's metric."""
         from layerline.graph.io import onnx_files
-        from layerline.parity import accuracy_budget, output_sqnr, quantization_report
+        from layerline.parity import accuracy_budget, output_sqnr, quantization_report, quantized_session
 
         data, probes, evaluation = conversion.data, conversion.probes, conversion.evaluation
         # Layers are compared with the float model whose weights they quantise; outputs and metrics with the one given.
@@ -249,9 +249,7 @@ class Quantize(QuantizeFields):
         if self.mode != "none":
             if quantization_report.runs_on_onnxruntime(converted):
                 path = work.out / onnx_files.FILE
-                report = quantization_report.with_default_session(
-                    report, converted, path, probes, data.calibration_feeds
-                )
+                report = quantized_session.with_default_session(report, converted, path, probes, data.calibration_feeds)
             bounds = None if accuracy.metrics else conversion.bounds
             report = quantization_report.with_outputs(report, converted, data, probes, signature, bounds=bounds)
         sizes = {"bytes_before": _bytes(work.inputs["model"]), "bytes_after": _bytes(work.out)}

@@ -8,7 +8,7 @@ from layerline.calib.plan import QuantPlan
 from layerline.graph.io import onnx_files
 from layerline.graph.quantization import qdq
 from layerline.graph.quantization.convert import Converted
-from layerline.parity import default_session, quantization_report
+from layerline.parity import default_session, quantized_session
 from layerline.pipeline.report import Gate, Report
 from tests.forms import proto
 from tests.graph.test_qdq import f32
@@ -29,7 +29,7 @@ def test_a_session_as_near_to_float_as_the_graph_as_written_is_no_failure(tmp_pa
     gate = Gate(default_session.GATE, False, "feed 0: output y is off", "the same")
     monkeypatch.setattr(default_session, "check", lambda *_, **__: ([gate], []))
     converted = Converted(reference=light, model=quantized, measured=quantized, plan=plan)
-    report = quantization_report.with_default_session(
+    report = quantized_session.with_default_session(
         Report(stage="quantize"), converted, tmp_path / onnx_files.FILE, [feed], lambda: [feed]
     )
     assert report.passed is passed
