@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from layerline.backends.base import Array, Backend, Feed, Session
+from layerline.backends.base import Backend, Feed, Session
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.backends.tensorrt.builder import TensorRT
 from layerline.backends.tensorrt.engine_session import EngineSession
@@ -51,8 +51,6 @@ class BackendSession:
     """A session of any backend. Its exceptions and missing outputs become errors that name the backend.
 
     Args:
-        backend: opens the model.
-        model: the ONNX file, or a file of the backend's own.
         taps: inner values wanted beside the outputs; the session's `outputs` say which of them it gives.
 
     Raises:
@@ -68,9 +66,12 @@ class BackendSession:
 
     def run(self, feed: Feed) -> dict[str, Any]:
         """Runs on the inputs that the session takes; it may have left out those that nothing reads."""
+        # A runtime drops inputs that nothing reads, and refuses them when they are fed.
         arrays = {name: array for name, array in feed.items() if name in self.inputs}
         if isinstance(self.session, EngineSession):
-            arrays = {name: _without_float64(array) for name, array in arrays.items()}
+            for name, array in arrays.items():
+                if array.dtype == np.float64:
+                    arrays[name] = array.astype(np.float32)  # engines have no float64
         with self._border():
             results: dict[str, Any] = dict(self.session.run(arrays))
             # A tensor of some framework becomes an array; sequences and what is absent stay.
@@ -97,12 +98,7 @@ class BackendSession:
 
 
 def compare_engine(
-    backend: TensorRT,
-    model: Path,
-    plan: Path,
-    feeds: Sequence[Feed],
-    records: Sequence[LayerDiff],
-    tolerance: float,
+    backend: TensorRT, model: Path, plan: Path, feeds: Sequence[Feed], records: Sequence[LayerDiff], tolerance: float
 ) -> tuple[tuple[LayerDiff, ...], list[str]]:
     """Adds to the records what a built engine computes on this machine's device.
 
@@ -136,6 +132,7 @@ def compare_engine(
         # The engine that ships was measured; what a second one would say of inner values is extra.
         notes.append(f"Only the outputs were compared. With inner values: {error}")
     else:
+        # The outputs stay those of the engine that ships.
         distances = {**parts.distances, **distances}
         notes.append("Inner values were measured on a second engine, which fuses less.")
     rows: list[LayerDiff] = []
@@ -155,9 +152,7 @@ def compare_on(
 
     Args:
         backend: opens the model a second time, for the inner values: as outputs they keep it from fusing layers.
-        model: the ONNX file.
         session: the model as the backend runs it, opened without taps; the outputs are measured on it.
-        feeds: arrays by input name.
 
     Returns:
         One row per value in the order of the graph, and notes.
@@ -175,6 +170,7 @@ def compare_on(
         raise StageError("no probe fits the sizes that the engine is built for", where=f"backend {backend.name}")
     inner = [name for name in ops if name not in session.outputs]
     parts, notes = _measure_inner(backend, model, inner, feeds, whole)
+    # Outputs as the session without taps gives them, as users get them.
     distances = {**parts.distances, **whole.distances}
     types = {**parts.types, **whole.types}
     written = _written_types(onnx_model)
@@ -213,9 +209,11 @@ def measure(model: Path, session: BackendSession, feeds: Sequence[Feed]) -> Meas
     Indices (ArgMax, TopK) are measured on the values that they point at in the reference.
     """
     onnx_model = onnx_files.read_model(model)
+    # Only outputs of the session are measured, so no other index is looked at.
     indices = {name: pointer for name, pointer in pointers(onnx_model.graph).items() if name in session.outputs}
     data = [pointer.data for pointer in indices.values()]
     runnable = convert.runnable(onnx_model)
+    # As it is written, without optimisations: the graph is judged, not another runtime.
     reference = OnnxRuntime().open(runnable, list(dict.fromkeys([*session.outputs, *data])))
     total: dict[str, Distance] = {}
     ran = 0
@@ -243,6 +241,7 @@ def _measure_inner(
     nothing = Measured({}, {}, 0, 0)
     fused = _fused_away(model)
     without_fused = [name for name in inner if name not in fused]
+    # With all of them first: most runtimes read any value without harm.
     for wanted in (inner, without_fused):
         if not wanted:
             return nothing, []
@@ -268,6 +267,7 @@ def _is_disturbed(whole: Measured, tapped: Measured) -> bool:
     """Whether the outputs of a session with taps are further from those without than other roundings take them."""
     for name, before in whole.distances.items():
         after = tapped.distances.get(name, before)
+        # Other roundings move an output by about as much again; a wrong kernel moves it by its own size.
         if after.one_sided > before.one_sided or after.rel_l2 > max(4 * before.rel_l2, 0.1):
             return True
     return False
@@ -291,13 +291,6 @@ def _distance(pointer: Pointer | None, expected: Mapping[str, Any], name: str, a
         return diff_arrays(reference, actual)
     data = expected[pointer.data]
     return diff_arrays(pointed_at(pointer, data, reference), pointed_at(pointer, data, np.asarray(actual)))
-
-
-def _without_float64(array: Array) -> Array:
-    """An engine takes float32 where the model takes float64."""
-    if array.dtype == np.float64:
-        return array.astype(np.float32)
-    return array
 
 
 def _outside(whole: Measured) -> list[str]:

@@ -87,6 +87,7 @@ def _measured(
     few = isinstance(feeds, Sequence) and len(feeds) <= FEW
     comparison = Comparison(as_ir(reference), as_ir(candidate), pairs, isolated, OnnxRuntime(few_runs=few), settled)
     if sizes_differ:
+        # Sizes that follow from numbers, such as how many boxes are kept, are no fault of a layer.
         comparison.allow_sizes()
     totals = [(Distance(), Distance())] * len(comparison.pairs)
     for feed in feeds:
@@ -100,6 +101,7 @@ def _measured(
 def floors(model: ir.Model, feeds: Sequence[Feed]) -> dict[str, float]:
     """The noise floor (relative L2) of values: how far one rounding step of all weights and float inputs moves them."""
     model = as_ir(model)
+    # A value that a rounding step of its inputs moves far can't be computed more exactly than that.
     rows = compare(model, perturbed(model), feeds)
     return {r.name: r.rel_l2 for r in rows if r.rel_l2 is not None}
 
@@ -112,11 +114,13 @@ def _rows(
     for node in reference.graph:
         ops.update(dict.fromkeys(names(node.outputs), node.op_type))
     module_paths = modules(reference)
+    # Indices are bounded by the distance of the data that they point into.
     distances = {pair.a: total for pair, (total, _) in zip(comparison.pairs, totals, strict=True)}
     random_a, random_b = drawn(reference), drawn(candidate)
     otherwise = _picked_otherwise(comparison, distances)
     rows: list[LayerDiff] = []
     for pair, (total, alone) in zip(comparison.pairs, totals, strict=True):
+        # Random on either side: two draws have no distance.
         random_source = random_a.get(pair.a) or random_b.get(pair.b)
         measures: dict[str, Any]
         if random_source:

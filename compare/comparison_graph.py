@@ -39,7 +39,6 @@ def joint(
     """The graph that runs both; its outputs are `<i>/<column>` and, where isolated, `<i>/isolated/<column>`.
 
     Args:
-        pairs: values that stand for each other; the isolated copy reads the reference's.
         measured: indices of the pairs that are measured.
         whole: indices of the pairs whose sides are outputs as they are.
         settled: values of both that the candidate's nodes read from the reference.
@@ -50,6 +49,7 @@ def joint(
     outer = _store(graph, reference, candidate)
     for node in reference.graph:
         graph.copy(node)
+    # What only the candidate computes can't be read from the reference.
     computed_a = _computed(reference.graph)
     copy_nodes(graph, candidate.graph, B, outer | {name: name for name in settled if name in computed_a})
     if isolated:
@@ -61,6 +61,7 @@ def joint(
         if i not in measured:
             continue
         other = outer.get(pair.b, B + pair.b)
+        # Columns by channel are asked for few layers, and take the place of the sums.
         if axes is not None:
             alone = other
             if pair.b in computed_b:
@@ -92,9 +93,7 @@ def effects_graph(
     handed over. All layers share one run of the model: of it, only the nodes that depend on a layer are copied.
 
     Args:
-        base: the model whose outputs are computed.
         other: the model that single layers come from. They read the values of `base`.
-        pairs: values of `base` and `other` that stand for each other.
         layers: indices of the pairs whose other side replaces that of `base`.
         targets: by index of an output's pair: the input that it is compared with (`a`), and its types.
         whole: whether all outputs are handed over.
@@ -106,15 +105,18 @@ def effects_graph(
         graph.copy(node)
     base_values, _ = feeds_of(graph, pairs)
     copy_nodes(graph, other.graph, ISOLATED, outer | base_values)
+    # What a layer does not reach is computed once, for all layers.
     fixed = set(names(graph_values(base.graph)))
     measures = Measures(graph, opset_of(base))
     for index in layers:
         layer, prefix = pairs[index], f"{index}//"
         behind, changed = _behind(base.graph, layer.a)
+        # The layer's value in the type that its readers in the base model take.
         graph.node("Cast", [ISOLATED + layer.b], prefix + layer.a, to=layer.dtype_a)
         copy_nodes(graph, behind, prefix, {name: name for name in fixed - changed})
         for place, target in targets.items():
             output = pairs[place].a
+            # An output that the layer does not reach has no error by it.
             if output not in changed:
                 continue
             # Integers of two types can't be compared in the graph.
@@ -157,6 +159,7 @@ def _store(graph: Assembly, reference: ir.Model, candidate: ir.Model) -> dict[st
 
 def _model(reference: ir.Model, candidate: ir.Model, measures: Measures, further: Sequence[ir.Value] = ()) -> ir.Model:
     """The model that takes these measures, with those of the nodes that they need, and further inputs."""
+    # By name, so that an input of both models is one input.
     inputs = {value.name: value for value in (*fed(candidate), *reference.graph.inputs, *further)}
     # `why_two_sessions` made sure that a domain in both has one version.
     return measures.graph.model(

@@ -72,7 +72,6 @@ def effects(
     Of an output of integers, such as indices of classes, it is the share of elements that differ.
 
     Args:
-        reference: the model on the a-side.
         candidate: the model that the values are taken from, each computed from the reference's values.
         feeds: arrays by input name; the first ones are taken.
         values: names of values that both models have, those first that matter most.

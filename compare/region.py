@@ -62,17 +62,19 @@ def reproduce(
     further back: then the inputs are the nearest values that are equal in both.
 
     Args:
-        bad: the row of the value.
         equal: values of the reference that the candidate computes alike.
         folder: gets `model.onnx`, `inputs.npz`, `expected.npy` and `repro.py`, of the feed that shows most.
     """
+    # Values of one name; outputs by their position.
     pairs = pair_values(reference, candidate)
     inputs = {name: name for name in names(fed(candidate))}
     sources: dict[str, str] = {}
     for name_a, name_b in pairs.items():
+        # Of two values of the reference that stand for one of the candidate, the first is fed.
         sources.setdefault(name_b, name_a)
     value = pairs[bad.name]
     types = infer(candidate, [*sources, *inputs])
+    # From the nearest values only the operator itself is left; it may be right, and its inputs wrong.
     nearest = inputs | {b: a for b, a in sources.items() if b != value}
     alike = inputs | {b: a for b, a in sources.items() if a in equal}
     for ends in (nearest, alike):
@@ -95,6 +97,7 @@ def _runs(
     runs: list[tuple[Feed, Array]] = []
     for feed in feeds:
         values = {**feed, **session.run({name: feed[name] for name in session.inputs})}
+        # A half-precision region takes half-precision inputs.
         inputs = {b: np.asarray(values[a]).astype(types[b][0], copy=False) for b, a in needed.items()}
         runs.append((inputs, values[value]))
     return runs
@@ -109,10 +112,11 @@ def show(cut: ir.Model, runs: Sequence[tuple[Feed, Array | None]], folder: Path,
     session = OnnxRuntime(few_runs=True).open(cut)
     greatest = -1.0
     for inputs, expected in runs:
-        [seen] = session.run(inputs).values()
+        [actual] = session.run(inputs).values()
         distance = Distance()
         if expected is not None:
-            distance = diff_arrays(expected, seen)
+            distance = diff_arrays(expected, actual)
+        # NaN on one side only is worse than any distance.
         error = distance.rel_l2 + distance.one_sided
         if error > greatest:
             greatest, worst, right = error, inputs, expected
@@ -125,6 +129,7 @@ def show(cut: ir.Model, runs: Sequence[tuple[Feed, Array | None]], folder: Path,
                 np.lib.format.write_array(entry, np.asarray(array))
     if right is not None:
         np.save(folder / EXPECTED, right)
+    # The title stands in the docstring of a script: nothing in a name may end it.
     title = f"{bad.name!r} ({bad.op}) of {bad.where!r}".replace('"', "'").replace("\\", "/")
     (folder / SCRIPT).write_text(_SCRIPT.format(title=title), "utf-8")
     return greatest
@@ -157,6 +162,7 @@ def region(
             needed.update(names(reads(node)))
             computed.update(names(node.outputs))
     stored = [each for name, each in model.graph.initializers.items() if name in needed]
+    # Sorted: the same region gives the same file.
     inputs = sorted(needed.intersection(ends) - computed - set(names(stored)))
     view = ir.GraphView(
         [read[name] for name in inputs],
@@ -166,10 +172,12 @@ def region(
         opset_imports=model.opset_imports,
         name="region",
     )
+    # The nodes stay part of the model they come from.
     graph = view.clone()
     for node in graph:
         for each in node.outputs:
             if not declared:
+                # Shapes from shape inference may be wrong at other sizes; without them the runtime finds its own.
                 each.shape = each.type = None
     for each in (*graph.inputs, *graph.outputs):
         dtype, shape = types[each.name or ""]

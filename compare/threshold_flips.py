@@ -69,7 +69,6 @@ class Steps:
         """Which elements may lie on either side; None where none may, or where an operand is missing.
 
         Args:
-            values: operands by name.
             noise: by how much an element of an operand may be off.
         """
         step = self.by_value.get(value)

@@ -50,9 +50,7 @@ class Strip:
 
 STRIPS = (
     Strip(
-        "metric",
-        (Line("metric_online", "online", "online"), Line("metric_deploy", "would ship", "main")),
-        filled=True,
+        "metric", (Line("metric_online", "online", "online"), Line("metric_deploy", "would ship", "main")), filled=True
     ),
     Strip("deploy gap", (Line("deploy_gap", "gap", "main"),), zero=True, filled=True),
     Strip("loss", (Line("loss", "", "raw"), Line("loss_smooth", "smoothed", "main"))),
@@ -77,6 +75,7 @@ def convergence(rows: Sequence[Mapping[str, Scalar]]) -> Markup:
     log = []
     for row in rows:
         numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+        # The rows of a calibration count samples where a training counts steps.
         log.append({**numbers, "step": numbers.get("samples", math.nan)})
     return curves(log, CONVERGENCE_STRIPS, "samples")
 
@@ -86,6 +85,7 @@ def curves(rows: Log, drawn: Sequence[Strip] = STRIPS, axis_name: str = "steps")
     strips = {}
     for strip in drawn:
         lines = [(line, _points(rows, line.column)) for line in strip.lines]
+        # A training without validation has no metric, and no strip for one.
         measured = [(line, points) for line, points in lines if points]
         if measured:
             strips[strip] = measured
@@ -107,6 +107,7 @@ def _figure(strips: Mapping[Strip, Lines], axis_name: str, width: int) -> Markup
     body = _axis(axis, bottom, axis_name)
     top = TOP + HEAD
     for strip, lines in strips.items():
+        # One scale for all lines of a strip, so that they can be compared.
         values = [0.0] if strip.zero else []
         for _, points in lines:
             values += [value for _, value in points]

@@ -35,6 +35,7 @@ def follow(reports: Mapping[str, Report]) -> list[Followed]:
     merged: dict[str, str] = {}
     about_parameters: set[str] = set()
     for stage, report in reports.items():
+        # Later stages know more: what fuse merged stays merged.
         merged.update(report.merged)
         for record in report.records:
             if record.op == PARAMETER:
@@ -69,7 +70,6 @@ def follow_views(rows: Sequence[Followed], stages: Sequence[str], own: Sequence[
 
     Args:
         rows: in topological order.
-        stages: in the order they ran.
         own: the rows of `by_own_error`, where a stage measured own errors; their tables come first.
     """
 
@@ -108,8 +108,10 @@ def _cell(record: LayerDiff | None, text: CellText) -> str:
 
 
 def _followed(name: str, records: Mapping[str, LayerDiff], about_parameters: Set[str], into: str) -> Followed:
+    # The first module path that any stage knows; a value without one stands for itself.
     layers = [record.module for record in records.values() if record.module]
     layers.append(name)
+    # The first stage names the operator as the model has it; engines have names of their own.
     ops = [record.op for record in records.values()]
     ranks = []
     for stage, record in records.items():
@@ -167,6 +169,7 @@ def _places(reports: Sequence[Sequence[LayerDiff]]) -> dict[str, tuple[float, in
     no place for modules that fuse merged into others. What the base lacks is placed in between: a parameter before the
     first value of its module, any other value behind the one it follows in its own report, within its module's bounds.
     """
+    # Ties go to the earlier stage.
     base = max(reports, key=_extent, default=())
     places: dict[str, tuple[float, int, int]] = {}
     bounds: dict[str, tuple[int, int]] = {}  # first and last value of each module

@@ -150,6 +150,7 @@ def count(number: int, noun: str) -> str:
 
 def short(value: Any) -> str:
     """Text of any length on one line: hashes as their beginning."""
+    # A list of hashes stays as it is: only a text that is one hash is shortened.
     text = hashed(value)
     if len(text) <= _LONGEST_CELL:
         return text
@@ -197,6 +198,7 @@ def brief(name: str) -> str:
     if len(name) <= LONGEST:
         return name
     parts = name.split(".")
+    # A number alone names nothing.
     last = parts[-2:] if parts[-1].isdigit() else parts[-1:]
     short_name = ".".join(last)
     if len(short_name) <= LONGEST:

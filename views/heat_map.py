@@ -70,7 +70,6 @@ def heat_map(rows: Sequence[Followed], stages: Sequence[str]) -> Markup:
 
     Args:
         rows: in topological order; each that was measured has one slot on the horizontal axis, as in page.js.
-        stages: in the order they ran.
     """
     measured: dict[str, list[LayerDiff | None]] = {}
     rows = [row for row in rows if any(map(_measured, row.records.values()))]

@@ -43,6 +43,7 @@ def run(done: Outcome, report: Report | None) -> Document:
     """What a run did, with the tables and notes of a report."""
     document = done.to_json()
     if report is not None:
+        # Gates and figures of a run stand with its stages.
         document["report"] = {name: plain(report)[name] for name in ("tables", "notes")}
     return document
 
@@ -58,6 +59,7 @@ def why(
     """The result of `pipe why`; `shown` is the value that the model in the folder `repro` computes."""
     document: Document = {"report": plain(report), **failure_fields(failure)}
     if repro is not None:
+        # null says that nothing could be shown; without --repro the key is absent.
         document["repro"] = None
         if shown is not None:
             document["repro"] = {"value": shown.name, "folder": str(repro)}
@@ -73,7 +75,9 @@ def runs(history: Iterable[Run]) -> Document:
     """Each run with its settings, what differs from the run before, and its figures."""
     ordered = list(history)
     rows = []
+    # Newest first: the run before stands behind.
     for run, before in zip(ordered, [*ordered[1:], None], strict=False):
+        # Defaults change from release to release, so only what differs from them describes a run.
         differing: dict[str, dict[str, str]] = {}
         for record in run.records:
             for field in settings(record):
@@ -106,6 +110,7 @@ def explain(step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fing
         if new_value is None:
             # A part that waits for an input's digest is not gone: whether it changes is open.
             parts[name] = {"now": None, "before": old_value, "changed": None if name in waiting else True}
+    # What a hook reaches counts for the key; `whole` names the files of which everything counts.
     hooks = {}
     for hook, fingerprint in prints.items():
         files = dict(fingerprint.files)
@@ -124,6 +129,7 @@ def diff(
 ) -> Document:
     """The records in an order (only the first `top` of them), the other run's records of the same values, and the
     measures below the limits of `--fail-under`."""
+    # Equal records keep the order of the network.
     report = replace(report, records=tuple(in_network_order(report.records)))
     report = replace(report, records=report.sorted(order)[:top])
     document: Document = {"stage": stage, "run": None, "changed": [], "report": plain(report), "against": None}
@@ -139,6 +145,7 @@ def diff(
 
 def plain(report: Report) -> Document:
     """A report as JSON: figures that are not finite are strings."""
+    # Through the report's own text, which has one form for NaN and Inf.
     document: Document = json.loads(report.to_json())
     return document
 

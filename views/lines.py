@@ -44,6 +44,7 @@ def _facts(record: Record) -> list[str]:
     facts = figures(record.metrics)
     worst = record.worst or {}
     if worst.get("sqnr_db") is not None:
+        # "inf" travels as text in a record.
         db = float(worst["sqnr_db"])
         text = f"worst {worst['layer']} {formatting.decibels(db)} dB"
         if worst.get("own_sqnr_db") is not None:

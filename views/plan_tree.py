@@ -46,6 +46,7 @@ def read(path: Path) -> dict[str, Entry]:
             entries[name] = entry
         entries.update({f"{entry['name']} ({entry['op']})": entry for entry in document["kept"]})
         for entry in entries.values():
+            # Written once here, so that a damaged entry is refused with the file and not while it is drawn.
             text(entry)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise PipeError(
@@ -67,6 +68,7 @@ def text(entry: Entry | None) -> str:
     unit = "step"
     if str(entry["dtype"]).startswith("float"):
         unit = "scale"
+    # One scale for each block of weights: their range says nothing.
     if entry.get("block"):
         steps = f"blocks of {entry['block']} along axis {entry['axis']}"
     elif entry["axis"] is None:
@@ -79,6 +81,7 @@ def text(entry: Entry | None) -> str:
 def changes(entries: Mapping[str, Entry], others: Mapping[str, Entry]) -> list[dict[str, str]]:
     """Values and layers whose entry differs between two plans, in the order of the first: module, and both texts."""
     rows: list[dict[str, str]] = []
+    # In the order of the first plan; what only the second has comes last.
     for name in {**entries, **others}:
         entry, other = entries.get(name), others.get(name)
         now, then = text(entry), text(other)
@@ -122,6 +125,7 @@ def _branch(branches: dict[tuple[str, ...], Tree], module: str) -> Tree:
     path: tuple[str, ...] = ()
     if not module:
         return branches[path]
+    # What is deeper stays one name with dots.
     for name in module.split(".", DEEPEST):
         around = branches[path]
         path = (*path, name)

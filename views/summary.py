@@ -28,11 +28,13 @@ def headline(reports: Mapping[str, Report]) -> list[Headline]:
     figures: list[Headline] = []
     for report in reports.values():
         metrics = report.metrics
+        # The task's metrics come first: they are what the run is for.
         figures += [_metric(row) for row in report.tables.get("metrics", ())]
         if "bytes_after" in metrics:
             figures.append(_size(metrics.get("bytes_before"), metrics["bytes_after"]))
         if "int8_products" in metrics:
             figures.append(Headline("precision", "int8", f"{metrics['int8_products']} matrix products"))
+        # Half precision may stand beside int8, where what stays float is converted too.
         for name in HALF:
             if name in metrics:
                 figures.append(Headline("precision", name.removesuffix("_nodes"), f"{metrics[name]} nodes"))
@@ -40,6 +42,7 @@ def headline(reports: Mapping[str, Report]) -> list[Headline]:
             db = metrics["output_sqnr_db"]
             figures.append(Headline("SQNR of the outputs", f"{decibels(number(db))} dB"))
         if "engine_bytes" in metrics:
+            # An engine decides for each layer what it computes in.
             layers = [f"{n} in {name.removeprefix(COMPUTE)}" for name, n in metrics.items() if name.startswith(COMPUTE)]
             figures.append(Headline("engine", amount("engine_bytes", metrics["engine_bytes"]), ", ".join(layers)))
     return figures
@@ -61,6 +64,7 @@ def _metric(row: Mapping[str, Scalar]) -> Headline:
 def _size(before: Scalar, after: Scalar) -> Headline:
     small, large = number(after), number(before)
     remark = f"float {amount('bytes', before)}"
+    # A model that did not get smaller has no factor worth a line.
     if small and large and large > small:
         remark += f", {large / small:.3g} times smaller"
     return Headline("size", amount("bytes", after), remark)
@@ -71,6 +75,7 @@ def facts(run: Run, reports: Mapping[str, Report], missing: Sequence[str]) -> li
     records = [record for report in reports.values() for record in report.records]
     gates = [gate for report in reports.values() for gate in report.gates]
     ran = [record for record in run.records if record.stage in run.ran]
+    # Found cached: their seconds were spent in an earlier run.
     kept = len(run.records) - len(ran)
     failed_gates = sum(not gate.passed for gate in gates)
     facts = [
@@ -96,9 +101,11 @@ def failures(run: Run, reports: Mapping[str, Report]) -> Iterator[tuple[str, str
             yield stage, failure.what, failure.hint
     for stage, error in run.errors.items():
         yield stage, located(error.where, error.error), error.hint or ""
+    # A gate may be known from the record alone, where the report was damaged or removed.
     failed = [record.stage for record in run.records if not record.passed]
     for stage in failed:
         if stage not in reports or reports[stage].passed:
             yield stage, "did not pass", ""
     if not (run.passed or failed or run.errors):
+        # Killed, or a machine that went down.
         yield "", "A stage stopped before it left a record.", ""

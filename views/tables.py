@@ -58,9 +58,7 @@ def records_table(
 
     Args:
         records: in the network's order; the column `order` holds a value's place in it.
-        order: how rows are sorted.
         then: the records of another run by value name, to be shown beside these.
-        top: how many rows; None for all.
     """
     placed = list(enumerate(records, 1))
     if order != "network":
@@ -110,10 +108,7 @@ def csv_text(report: Report, order: Order = "network", then: Report | None = Non
     """The table as CSV: columns are the fields of a record, with figures unrounded and an empty cell for what is None.
 
     Args:
-        report: the report.
-        order: how rows are sorted.
         then: the same stage in another run; its SQNR becomes the column `then_sqnr_db`.
-        top: how many rows; None for all.
     """
     earlier = {record.name: record.sqnr_db for record in then.records} if then else {}
     rows: list[dict[str, Any]] = []

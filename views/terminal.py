@@ -156,6 +156,7 @@ def table(out: Console, view: TableView) -> int:
 
     The least important columns are dropped until a row fits. Where the others still don't, their texts are wrapped.
     """
+    # What only the page shows is never measured here.
     indexes = [i for i, column in enumerate(view.columns) if column.drop != PAGE_ONLY]
     widths = [cell_len(column.label) + _GAP for column in view.columns]
     for row in view.rows:
@@ -174,11 +175,13 @@ def table(out: Console, view: TableView) -> int:
         justify: Literal["left", "right"] = "right"
         if column.kind in ("text", "verdict"):
             justify = "left"
+        # A cell that is too long is folded, not cut: nothing that a reader needs is lost.
         drawn.add_column(Text(column.label), justify=justify, no_wrap=not column.wrap, overflow="fold")
     for row in view.rows:
         cells = [words(row[i]) for i in indexes]
         for i, cell in zip(indexes, cells, strict=True):
             if view.columns[i].kind == "verdict":
+                # Colour repeats what the word says, for those who see it.
                 cell.style = _STYLES.get(row[i], "")
         drawn.add_row(*cells)
     out.print(drawn)
@@ -191,6 +194,7 @@ def status(out: Console, steps: Sequence[Step], states: Mapping[str, str]) -> No
     for step in steps:
         row = [step.stage.name, states[step.stage.name], step.reason, "", "", ""]
         if step.artifact and step.record:
+            # A fresh stage needs no reason.
             row[2:] = ["", step.artifact.digest[:12], step.record.created, outcome(step.record.passed)]
         rows.append(row)
     columns = (
@@ -234,6 +238,7 @@ def explain(out: Console, step: Step, old: Mapping[str, str] | None, prints: Map
 
 
 def _parts(step: Step, old: Mapping[str, str] | None) -> Table:
+    # An old record may lack parts that a key has now, and the other way round.
     new, before = shown(step.parts), old or {}
     changed, waiting = changes(before, new), awaited(before, new, step.key)
     drawn = Table("part", "", "last run", "now", box=None, pad_edge=False, header_style="dim")
@@ -268,6 +273,7 @@ def diff(out: Console, report: Report, top: int, order: Order, beside: Beside | 
     report, beside = cleaned(report), cleaned(beside)
     sides = ""
     if report.reference or report.candidate:
+        # Reports of engines that were not run have no sides.
         sides = f"{report.reference} against {report.candidate}"
     if beside:
         sides += f"; then: run {beside.run.id}"
@@ -275,6 +281,7 @@ def diff(out: Console, report: Report, top: int, order: Order, beside: Beside | 
     if report.stage == f"{report.reference} {report.candidate}":
         title = ""  # two stages: the sides name both
     _hanging(out, Text(title, "bold"), Text(sides))
+    # Values are joined by name: a layer that is new in this run has no figure from then.
     earlier = None
     if beside:
         earlier = {record.name: record for record in beside.report.records}
@@ -318,6 +325,7 @@ def why(out: Console, report: Report, names: Sequence[str]) -> None:
     if causes:
         out.print(words("causes, the likeliest first", "bold"))
     for number, cause in enumerate(causes, 1):
+        # The value is named where it is not the layer itself.
         place = f"  {cause['stage']}  {cause['layer']}"
         if cause["value"] not in ("", cause["layer"]):
             place += f" ({cause['value']})"
@@ -355,6 +363,7 @@ def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
         verdict = outcome(row["passed"])
         time = words(f"  {row['time']}  ")
         out.print(Text.assemble(words(row["id"], "bold"), time, Text(verdict, _STYLES[verdict])))
+        # What a run found cached is not its work.
         kept = [stage for stage in row["stages"] if stage not in row["ran"]]
         facts = {
             "ran": [" ".join(row["ran"])],
@@ -365,6 +374,7 @@ def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
             "settings": [],
             "figures": [],
         }
+        # The oldest run is the one that `changed` has nothing to compare with.
         if row is rows[-1]:
             for stage, fields in row["settings"].items():
                 facts["settings"] += [f"{stage}.{name}={formatting.short(value)}" for name, value in fields.items()]
@@ -388,6 +398,7 @@ def findings(out: Console, report: Report, then: Report | None = None) -> None:
             mark = Text("✗ ", "red")
         _hanging(out, mark, words(f"{gate.name}: {gate.seen}, expected {gate.expected}"))
     if then is not None:
+        # Figures that only one of the runs has are shown beside an empty cell.
         names = {**report.metrics, **then.metrics}
         rows = [[heading(n), amount(n, report.metrics.get(n)), amount(n, then.metrics.get(n))] for n in names]
         table(out, TableView("", (Column("figure"), Column("now"), Column("then")), rows))
