@@ -170,6 +170,25 @@ def test_class_indices_are_compared_by_equality(last, stored):
     assert output_sqnr.outputs(exact, exact, [{"x": scores}])["y"].sqnr_db == np.inf
 
 
+@pytest.mark.parametrize("last", ["y = Greater (h, t)", "c = Greater (h, t) y = Cast <to = 9> (c)"])
+def test_truth_values_are_compared_by_equality(last):
+    # Where the reference has no true value, a ratio of powers would say nothing.
+    text = "g (float[n] x) => (bool[n] y) { h = Add (x, shift) " + last + " }"
+    exact, other = (ir.from_proto(model(text, shift=np.float32(s), t=np.float32(9))) for s in (0, 0.2))
+    distances = output_sqnr.outputs(exact, other, [{"x": np.float32([9, 8.9, 8, 0])}])
+    assert distances["y"].differing == "2 of 4 elements differ" and distances["y"].cosine == 0.5
+
+
+def test_indices_in_any_order_are_compared_in_one():
+    text = (
+        "g (float[n, 3] x) => (float[n, k] v, int64[n, k] y) { v, y = TopK <axis = 1, sorted = 0, largest = 0> (x, k) }"
+    )
+    exact = ir.from_proto(model(text, k=np.array([2])))
+    other = ir.from_proto(model(text.replace("sorted = 0", "sorted = 1"), k=np.array([2])))
+    distances = output_sqnr.outputs(exact, other, [{"x": np.float32([[3, 2, 1], [1, 2, 3]])}])
+    assert distances["y"].sqnr_db == np.inf and distances["y"].differing == "0 of 4 elements differ"
+
+
 def test_other_integers_have_a_distance():
     exact = model("g (float[n] x) => (int64[n] y) { y = Cast <to = 7> (x) }")
     other = model("g (float[n] x) => (int64[n] y) { h = Add (x, one) y = Cast <to = 7> (h) }", one=np.float32(1))
