@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from layerline.backends.base import Array
-from layerline.compare.tensor_distance import Distance, diff_arrays
+from layerline.compare.tensor_distance import diff_arrays
 from layerline.export import kept_state
 from layerline.export.example_call import Call, place_of
 from layerline.export.probe_files import Probe
@@ -69,22 +69,12 @@ def _difference(call: Call, later: nn.Module, probe: Probe) -> str:
         return ""
     if isinstance(again, str):
         return f"a later call raises {again} ({probe.label})"
-    distances = {name: diff_arrays(first[name], output) for name, output in again.items()}
-
-    def severity(name: str) -> tuple[bool, float]:
-        return _incomparable(distances[name]), distances[name].rel_l2
-
-    # What can't be compared is worse than any distance.
-    worst = max(distances, key=severity)
-    distance = distances[worst]
-    if not _incomparable(distance) and distance.rel_l2 <= LIMIT:
-        return ""
-    amount = distance.mismatch or f"relative L2 {distance.rel_l2:.1e}"
-    return f"{worst} differs in a later call ({probe.label}): {amount}"
-
-
-def _incomparable(distance: Distance) -> bool:
-    return bool(distance.mismatch or distance.one_sided)
+    for name, output in again.items():
+        distance = diff_arrays(first[name], output)
+        if distance.mismatch or distance.one_sided or distance.rel_l2 > LIMIT:
+            amount = distance.mismatch or f"relative L2 {distance.rel_l2:.1e}"
+            return f"{name} differs in a later call ({probe.label}): {amount}"
+    return ""
 
 
 def _seeded(call: Call, module: nn.Module | None, probe: Probe) -> Mapping[str, Array] | str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,15 @@ def _model_from(stage: str, folders: Mapping[str, Path]) -> Path | None:
     return None
 
 
+def first_nonfinite(names: Sequence[str], values: Mapping[str, npt.NDArray[Any]]) -> str:
+    """The first of these values that holds NaN or Inf; empty if none does."""
+    for name in names:
+        array = values[name]
+        if np.issubdtype(array.dtype, np.inexact) and not np.isfinite(array).all():
+            return name
+    return ""
+
+
 def _first_value(path: Path, feed: Feed) -> tuple[str, str]:
     """Name and module of the first value that is NaN or Inf on a feed; empty if none is."""
     model = onnx_files.read_model(path)
@@ -95,8 +104,5 @@ def _first_value(path: Path, feed: Feed) -> tuple[str, str]:
         values = OnnxRuntime().open(convert.runnable(model), names).run(feed)
     except PipeError:  # a value that can't be an output, such as a sequence
         return "", ""
-    for name in names:
-        array = values[name]
-        if np.issubdtype(array.dtype, np.inexact) and not np.isfinite(array).all():
-            return name, module_identity.modules(model).get(name, "")
-    return "", ""
+    name = first_nonfinite(names, values)
+    return name, module_identity.modules(model).get(name, "")

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 
 from layerline.backends.base import Feed
@@ -20,6 +19,7 @@ from layerline.graph.analysis.ir_queries import names as names_of
 from layerline.graph.io import onnx_files
 from layerline.graph.io.opset import opset_of, raise_opset
 from layerline.graph.quantization import convert
+from layerline.parity.nonfinite_outputs import first_nonfinite
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import LayerDiff
 
@@ -86,12 +86,14 @@ def _first_nonfinite(stage: str, model: ir.Model, feeds: Sequence[Feed], folder:
     session = OnnxRuntime(few_runs=True).open(model, names)
     for feed in feeds:
         values = {**feed, **session.run(feed)}
-        bad = [name for name in names if values[name].dtype.kind == "f" and not np.isfinite(values[name]).all()]
-        if not bad:
+        value = first_nonfinite(names, values)
+        if not value:
             continue
         ops = {output: node.op_type for node in model.graph for output in names_of(node.outputs)}
-        row = LayerDiff(name=bad[0], op=ops[bad[0]])
-        cut = region(model, bad[0], values.keys() - set(bad), infer(model, list(values)))
+        row = LayerDiff(name=value, op=ops[value])
+        # All that is computed before it is finite.
+        finite = {*feed, *names[: names.index(value)]}
+        cut = region(model, value, finite, infer(model, list(values)))
         show(cut, [({name: values[name] for name in names_of(cut.graph.inputs)}, None)], folder, row)
         return row
     raise StageError("the loss shows only in torch, before there is an ONNX model", where=stage, hint="see: pipe why")

@@ -45,14 +45,14 @@ class Strip:
     title: str
     lines: tuple[Line, ...]
     zero: bool = False  # keeps zero in sight
-    filled: bool = False  # between its two lines, or from its one line to zero
+    dotted: bool = False  # measured now and then, so that its points are marked
 
 
 STRIPS = (
     Strip(
-        "metric", (Line("metric_online", "online", "online"), Line("metric_deploy", "would ship", "main")), filled=True
+        "metric", (Line("metric_online", "online", "online"), Line("metric_deploy", "would ship", "main")), dotted=True
     ),
-    Strip("deploy gap", (Line("deploy_gap", "gap", "main"),), zero=True, filled=True),
+    Strip("deploy gap", (Line("deploy_gap", "gap", "main"),), zero=True, dotted=True),
     Strip("loss", (Line("loss", "", "raw"), Line("loss_smooth", "smoothed", "main"))),
     Strip("learning rate", (Line("lr", "", "main"),), zero=True),
 )
@@ -141,21 +141,9 @@ def _strip(strip: Strip, lines: Lines, scale: Scale) -> Markup:
     body = Markup("")
     for value in sorted(marks):
         body += canvas.tick(figure(value), scale.y(value), scale.width)
-    if strip.filled and len(lines) == len(strip.lines):
-        body += _area(lines, scale)
     for line, points in lines:
-        body += _line(line, points, scale, dotted=strip.filled)
+        body += _line(line, points, scale, dotted=strip.dotted)
     return canvas.element("g", body + canvas.title(strip.title, scale.top) + _ends(lines, scale))
-
-
-def _area(lines: Lines, scale: Scale) -> Markup:
-    """The area between two lines, or from one line to zero."""
-    upper = scale.line(lines[0][1])
-    if len(lines) == 2:
-        lower = scale.line(lines[1][1])
-    else:
-        lower = [(upper[0][0], scale.y(0.0)), (upper[-1][0], scale.y(0.0))]
-    return canvas.path("area", f"M{canvas.joined([*upper, *reversed(lower)])}Z")
 
 
 def _line(line: Line, points: Points, scale: Scale, *, dotted: bool) -> Markup:

@@ -43,7 +43,6 @@ def test_both_metrics_their_gap_loss_and_rate() -> None:
     assert texts(svg, "end") == ["online 0.9", "would ship 0.82", "gap 0.08", "smoothed 0.105", "0.01"]
     online, ships = paths(svg, "line online"), paths(svg, "line main")
     assert [p.count("L") for p in (*online, *ships)] == [3, 3, 3, 19, 19]
-    assert len(paths(svg, "area")) == 2
     titles = [e.text for e in svg.iter("title")]
     assert "step 50: online 0.9" in titles and "step 50: gap 0.095" in titles and len(titles) == 12
     assert "over steps 10 to 200; in the end metric online 0.9, metric would ship 0.82" in svg.get("aria-label", "")
@@ -58,9 +57,9 @@ def test_only_what_was_measured_has_a_strip() -> None:
     assert curves(log([{"step": 1.0}])) == "", "a row in which nothing was measured"
 
 
-def test_one_metric_alone_has_no_area() -> None:
+def test_one_metric_alone_has_one_line() -> None:
     svg = draw([{"step": float(i), "metric_online": 100.0 + i} for i in (1, 2)])
-    assert len(paths(svg, "line online")) == 1 and paths(svg, "area") == []
+    assert len(paths(svg, "line online")) == 1 and paths(svg, "line main") == []
 
 
 def test_the_gap_strip_keeps_zero_in_sight_and_one_point_is_a_dot() -> None:
