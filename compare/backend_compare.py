@@ -21,7 +21,7 @@ from layerline.backends.tensorrt.engine_session import EngineSession
 from layerline.backends.tensorrt.profiles import admitting
 from layerline.compare.channel_errors import ELEMENTWISE
 from layerline.compare.tensor_distance import Distance, diff_arrays
-from layerline.compare.topk_indices import Pointer, pointed_at, pointers
+from layerline.compare.topk_indices import pointers, resolved
 from layerline.compare.value_pairs import sides_of_qdq
 from layerline.compare.value_types import Shape, types_of
 from layerline.graph.analysis.ir_queries import first_output, graph_values, names
@@ -225,8 +225,10 @@ def measure(model: Path, session: BackendSession, feeds: Sequence[Feed]) -> Meas
         actual = session.run(feed)
         for name in session.outputs:
             if name in expected:
-                distance = _distance(indices.get(name), expected, name, actual[name])
-                total[name] = total.get(name, Distance()) + distance
+                sides: Sequence[Any] = (expected[name], actual[name])
+                if name in indices and np.shape(sides[0]) == np.shape(sides[1]):
+                    sides = resolved(indices[name], expected, sides)
+                total[name] = total.get(name, Distance()) + diff_arrays(*sides)
     return Measured(total, types_of(reference), ran, len(feeds) - ran)
 
 
@@ -283,14 +285,6 @@ def _fused_away(model: Path) -> set[str]:
         if len(readers) == 1 and readers[0] in ELEMENTWISE:
             fused.add(first_output(node))
     return fused
-
-
-def _distance(pointer: Pointer | None, expected: Mapping[str, Any], name: str, actual: Any) -> Distance:
-    reference = expected[name]
-    if pointer is None or np.shape(actual) != np.shape(reference):
-        return diff_arrays(reference, actual)
-    data = expected[pointer.data]
-    return diff_arrays(pointed_at(pointer, data, reference), pointed_at(pointer, data, np.asarray(actual)))
 
 
 def _outside(whole: Measured) -> list[str]:

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric, refuse
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import leaves, mapped
 from layerline.pipeline.inputs.metric import Metric, accuracy, score, scores
-from layerline.pipeline.report import FLIPPED, GAIN, OWN, UNMEASURED, Gate, LayerDiff, Order, Scalar
+from layerline.pipeline.report import FLIPPED, GAIN, OWN, UNMEASURED, Gate, LayerDiff, Order, Report, Scalar
 
 Scores = Mapping[str, float]
 # Fewer dB than this are not worth a layer in float where accuracy was lost.
@@ -38,19 +38,6 @@ LITTLE = 1.0
 FIRST_SHARE, LEAST_FIRST = 4, 16
 # A budget above this part of the metric is worth a note: it may be meant in per cent.
 LARGE = 0.2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Accuracy:
-    """The metrics of a conversion; empty where none could be measured."""
-
-    # By name, of the converted model, and of the float model under `NAME_float`.
-    metrics: Mapping[str, Scalar] = field(default_factory=dict)
-    gates: tuple[Gate, ...] = ()  # one a metric, where there is a budget
-    notes: tuple[str, ...] = ()  # the reason why nothing was measured; remarks about the budget
-    # "metrics": the loss of each, with its interval; "slices": the same by slice or class; "flipped answers": the
-    # samples whose answer changed; FLIPPED: some of these as pictures or texts.
-    tables: Mapping[str, Sequence[Mapping[str, Scalar]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,8 +217,11 @@ def _hashed(batches: Iterable[Batch], digest: hashlib.blake2b) -> Iterator[Batch
 
 def measure(
     converted: Converted, evaluation: Evaluation, records: Sequence[LayerDiff], max_drop: MaxDrop | None
-) -> Accuracy:
-    """Measures both models on eval_data().
+) -> Report:
+    """Measures both models on eval_data(): a part of a report, without metrics where none could be measured.
+
+    The tables are "metrics": the loss of each, with its interval; "slices": the same by slice or class; "flipped
+    answers": the samples whose answer changed; FLIPPED: some of these as pictures or texts.
 
     Args:
         records: the layers' errors, from which a failed gate suggests layers to keep float.
@@ -244,9 +234,9 @@ def measure(
     if measured is None:
         note = f"no metric was measured: {evaluation.why}"
         if max_drop is None:
-            return Accuracy(notes=(note,))
+            return Report(stage="", notes=(note,))
         gate = Gate("accuracy budget", False, UNMEASURED, f"max_drop {max_drop}", evaluation.why)
-        return Accuracy(gates=(gate,), notes=(note,))
+        return Report(stage="", gates=(gate,), notes=(note,))
     before, after = measured.before, measured.after
     budgets = by_metric(max_drop, after)
     outputs = measured.predictions.outputs
@@ -279,7 +269,7 @@ def measure(
     flipped_rows, about_shown = evaluation.shown(flips, measured)
     notes += [sentence for sentence in (about_slices, about_flips, about_shown) if sentence]
     tables = {"metrics": rows, "slices": slices, "flipped answers": flips, FLIPPED: flipped_rows}
-    return Accuracy(metrics=metrics, gates=tuple(gates), notes=tuple(notes), tables=tables)
+    return Report(stage="", metrics=metrics, gates=tuple(gates), notes=tuple(notes), tables=tables)
 
 
 def _row(name: str, before: float, after: float, interval: Interval | None, budget: Budget | None) -> dict[str, Scalar]:

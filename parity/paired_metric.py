@@ -77,7 +77,9 @@ def intervals(
         return result, ""
     if samples < GROUPS:
         return result, f"{', '.join(others)} is no mean over samples, and {samples} samples are too few to resample"
-    without_one = _on_each(metric, (before, after), targets, _without_groups(samples))
+    everything = np.arange(samples)
+    all_but_one = [everything[everything % GROUPS != group] for group in range(GROUPS)]
+    without_one = _on_each(metric, (before, after), targets, all_but_one)
     for name in others:
         if name in without_one:
             result[name] = _jackknife(*without_one[name], totals[0][name] - totals[1][name])
@@ -111,12 +113,6 @@ def _on_each(
 def rows_of(tree: Any, rows: npt.NDArray[np.int64]) -> Any:
     """Some samples of outputs or targets."""
     return mapped(tree, lambda array: array[rows])
-
-
-def _without_groups(samples: int) -> list[npt.NDArray[np.int64]]:
-    """All samples but those of one group, for each of the groups."""
-    everything = np.arange(samples)
-    return [everything[everything % GROUPS != group] for group in range(GROUPS)]
 
 
 def _is_mean(rows: tuple[Numbers, Numbers], sizes: Numbers, totals: tuple[float, float]) -> bool:
