@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 RNG = np.random.default_rng(0)
-CALIBRATION, EVALUATION = 64, 200
+CALIBRATION = 64
 DROP = 0.005
 PIPE = [sys.executable, "-m", "layerline"]
 TASK = """
@@ -146,7 +146,7 @@ def voices(count: int, samples: int) -> np.ndarray:
     return np.stack(rows).astype(np.float32)
 
 
-def efficientnet(folder: Path) -> dict[str, np.ndarray]:
+def efficientnet(folder: Path, evaluation: int) -> dict[str, np.ndarray]:
     import onnx
     import torch
 
@@ -160,7 +160,7 @@ def efficientnet(folder: Path) -> dict[str, np.ndarray]:
         net, (torch.zeros(2, 3, 224, 224),), dynamo=True, dynamic_shapes=({0: torch.export.Dim("n")},), verbose=False
     )
     onnx.save(program.model_proto, folder / "net.onnx")
-    return {program.model_proto.graph.input[0].name: crops(CALIBRATION + EVALUATION)}
+    return {program.model_proto.graph.input[0].name: crops(CALIBRATION + evaluation)}
 
 
 def copied(name: str, path: str) -> Callable[[Path], None]:
@@ -170,22 +170,22 @@ def copied(name: str, path: str) -> Callable[[Path], None]:
     return copy
 
 
-def ocr(path: str, height: int, width: int) -> Callable[[Path], dict[str, np.ndarray]]:
-    def make(folder: Path) -> dict[str, np.ndarray]:
+def ocr(path: str, height: int, width: int) -> Callable[[Path, int], dict[str, np.ndarray]]:
+    def make(folder: Path, evaluation: int) -> dict[str, np.ndarray]:
         copied("rapidocr_onnxruntime", f"models/{path}")(folder)
-        return {"x": text(CALIBRATION + 32, height, width)}
+        return {"x": text(CALIBRATION + evaluation, height, width)}
 
     return make
 
 
-def pitch(folder: Path) -> dict[str, np.ndarray]:
+def pitch(folder: Path, evaluation: int) -> dict[str, np.ndarray]:
     copied("swift_f0", "model.onnx")(folder)
-    return {"audio": voices(CALIBRATION + 32, 16000)}
+    return {"audio": voices(CALIBRATION + evaluation, 16000)}
 
 
-def speech(folder: Path) -> dict[str, np.ndarray]:
+def speech(folder: Path, evaluation: int) -> dict[str, np.ndarray]:
     copied("silero_vad", "data/silero_vad_openvino_16k.onnx")(folder)
-    count = CALIBRATION + 32
+    count = CALIBRATION + evaluation
     state = 0.3 * RNG.standard_normal((count, 2, 1, 128))
     return {"input": voices(count, 576)[:, None], "state": state.astype(np.float32)}
 
@@ -195,7 +195,7 @@ FIELDS = {
     "silero-vad": "",
 }
 """What the import of a network asks for."""
-NETS: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {
+NETS: dict[str, Callable[[Path, int], dict[str, np.ndarray]]] = {
     "efficientnet-lite0": efficientnet,
     "pp-ocr cls": ocr("ch_ppocr_mobile_v2.0_cls_infer.onnx", 48, 192),
     "pp-ocr rec": ocr("ch_PP-OCRv4_rec_infer.onnx", 48, 320),
@@ -204,9 +204,9 @@ NETS: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {
 }
 
 
-def project(name: str, folder: Path) -> None:
-    """Writes a project of one of the networks."""
-    samples = NETS[name](folder)
+def project(name: str, folder: Path, evaluation: int = 32) -> None:
+    """Writes a project of one of the networks, with so many samples of eval_data()."""
+    samples = NETS[name](folder, evaluation)
     calib = {key: array[:CALIBRATION] for key, array in samples.items()}
     evals = {key: array[CALIBRATION:] for key, array in samples.items()}
     if name == "efficientnet-lite0":
@@ -284,7 +284,7 @@ def main() -> None:
                     mnist(folder)
                 else:
                     folder.mkdir()
-                    project(name, folder)
+                    project(name, folder, 200 if name == "efficientnet-lite0" else 32)
             except LookupError as error:
                 results[name] = {"missing": str(error)}
                 continue

@@ -2,9 +2,10 @@
 
     python benchmarks/peers/quantize.py TOOL FORMAT MODEL CALIBRATION RESULT [--batched]
 
-TOOL is quantize_static (onnxruntime), nncf or modelopt, FORMAT int8 or fp8. CALIBRATION is an .npz of samples by input
-name; with --batched each of its rows is a whole feed. Every tool has its defaults, but for this: weights have a scale
-for each output channel, and the layers that stay float stay float32. Prints the seconds as its last line.
+TOOL is quantize_static (onnxruntime), nncf or modelopt, FORMAT int8, fp8 or int4 (weights alone, in blocks of 32).
+CALIBRATION is an .npz of samples by input name; with --batched each of its rows is a whole feed. Every tool has its
+defaults, but for this: int8 and fp8 weights have a scale for each output channel, and the layers that stay float stay
+float32. Prints the seconds as its last line.
 """
 
 from __future__ import annotations
@@ -20,6 +21,17 @@ Feed = dict[str, np.ndarray]
 
 
 def quantize_static(model: str, result: str, feeds: list[Feed], fmt: str) -> None:
+    if fmt == "int4":
+        import onnx
+        from onnxruntime.quantization import QuantFormat, matmul_nbits_quantizer
+
+        config = matmul_nbits_quantizer.DefaultWeightOnlyQuantConfig(
+            block_size=32, is_symmetric=True, quant_format=QuantFormat.QDQ
+        )
+        blocks = matmul_nbits_quantizer.MatMulNBitsQuantizer(onnx.load(model), algo_config=config)
+        blocks.process()
+        blocks.model.save_model_to_file(result)
+        return
     from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantFormat, QuantType
     from onnxruntime.quantization import quantize_static as quantize
 
@@ -42,8 +54,12 @@ def nncf(model: str, result: str, feeds: list[Feed], fmt: str) -> None:
     import nncf as tool
     import onnx
 
-    if fmt != "int8":
-        raise ValueError("NNCF quantises ONNX models to int8 alone")
+    if fmt == "int4":
+        weights = tool.CompressWeightsMode.INT4_SYM
+        onnx.save(
+            tool.compress_weights(onnx.load(model), mode=weights, ratio=1.0, group_size=32, all_layers=True), result
+        )
+        return
     quantized = tool.quantize(onnx.load(model), tool.Dataset(feeds), subset_size=len(feeds))
     onnx.save(quantized, result)
 
@@ -65,9 +81,10 @@ def modelopt(model: str, result: str, feeds: list[Feed], fmt: str) -> None:
         def rewind(self) -> None:
             self.feeds: Iterator[Feed] = iter(feeds)
 
+    blocks = {"block_size": 32} if fmt == "int4" else {}
     quantize(
         model, quantize_mode=fmt, calibration_data_reader=Reader(), calibration_eps=["cpu"], output_path=result,
-        high_precision_dtype="fp32", log_level="ERROR",
+        high_precision_dtype="fp32", log_level="ERROR", **blocks,
     )  # fmt: skip
 
 
@@ -75,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     tools = {tool.__name__: tool for tool in (quantize_static, nncf, modelopt)}
     parser.add_argument("tool", choices=tools)
-    parser.add_argument("format", choices=["int8", "fp8"])
+    parser.add_argument("format", choices=["int8", "fp8", "int4"])
     parser.add_argument("model")
     parser.add_argument("calibration")
     parser.add_argument("result")
