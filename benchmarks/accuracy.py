@@ -226,8 +226,8 @@ def train(name: str, folder: Path, seed: int) -> None:
     (folder / "pipe.yaml").write_text("import-onnx: {file: net.onnx, data: calib.npz}\n")
 
 
-def layers(path: Path) -> dict[str, str]:
-    """How many of the layers with weights read both operands from DequantizeLinear."""
+def layers(path: Path, operands: int) -> dict[str, str]:
+    """How many of the layers with weights read so many of the first two operands from DequantizeLinear."""
     graph = onnx.load(path, load_external_data=False).graph
     producers = {output: node.op_type for node in graph.node for output in node.output}
     constants = {tensor.name for tensor in graph.initializer}
@@ -239,7 +239,7 @@ def layers(path: Path) -> dict[str, str]:
             # A product of two activations counts as a layer only where it is quantised.
             if dequantized or "constant" in kinds:
                 total += 1
-                quantized += dequantized == 2
+                quantized += dequantized >= operands
     return {"layers": f"{quantized} of {total}"}
 
 
@@ -279,7 +279,7 @@ class Outputs:
             results.append(session.run(None, batch))
         return results
 
-    def figures(self, path: Path) -> dict[str, Any]:
+    def figures(self, path: Path, fmt: str) -> dict[str, Any]:
         """The SQNR of the worst output in dB, and accuracy where there are labels."""
         outputs = self.run(path)
         worst = None
@@ -293,7 +293,8 @@ class Outputs:
                 worst = whole, low, high
         assert worst is not None
         figures = [round(float(figure), 2) for figure in worst]
-        result: dict[str, Any] = {"sqnr_db": figures[0], "interval": figures[1:], **layers(path)}
+        result: dict[str, Any] = {"sqnr_db": figures[0], "interval": figures[1:]}
+        result |= layers(path, 1 if fmt in BLOCKS else 2)
         if self.labels is not None:
             for key, logits in (("accuracy", outputs[0]), ("accuracy_float", self.exact[0])):
                 answers = logits.argmax(1)
@@ -354,7 +355,7 @@ def ours(folder: Path, source: Path, outputs: Outputs, variant: str, fields: dic
         (out / "emulated").mkdir()
         onnx_files.save(own_qdq.emulate(onnx_files.read_model(measured_file)), out / "emulated")
         measured_file = out / "emulated/model.onnx"
-    result: dict[str, Any] = {**outputs.figures(measured_file), "seconds": seconds}
+    result: dict[str, Any] = {**outputs.figures(measured_file, fields["mode"]), "seconds": seconds}
     failed = [gate.name for gate in report.gates if not gate.passed]
     if failed:
         result["failed"] = failed
@@ -384,7 +385,7 @@ def peer(tool: str, python: str, folder: Path, source: Path, outputs: Outputs, f
     if done.returncode:
         return {"failed": done.stderr.strip().splitlines()[-1][:400]}
     try:
-        figures: dict[str, Any] = outputs.figures(result)
+        figures: dict[str, Any] = outputs.figures(result, fmt)
     except Exception as error:  # noqa: BLE001 - a file that does not run is a line of the table, whatever is wrong
         return {"failed": f"the result does not run: {type(error).__name__}: {error}"[:400]}
     return {**figures, "seconds": float(done.stdout.split()[-1])}

@@ -45,19 +45,23 @@ class Survey:
     def through(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Passes the batches on and keeps some of them."""
         for batch in batches:
-            step = batch.rows
-            if batch.rows > ROWS and self.can_cut(batch):
-                step = ROWS
-            for start in range(0, batch.rows, step):
-                if self._count % self._stride == 0:
-                    self._kept.append(self._part(batch, start))
-                self._count += 1
-                if self._is_full():
-                    self._kept = self._kept[::2]
-                    self._stride *= 2
-            self.rows += batch.rows
-            self._note(batch)
+            self.add(batch)
             yield batch
+
+    def add(self, batch: Batch) -> None:
+        """Notes the batch's shapes and peaks, and keeps parts of it while there is room."""
+        step = batch.rows
+        if batch.rows > ROWS and self.can_cut(batch):
+            step = ROWS
+        for start in range(0, batch.rows, step):
+            if self._count % self._stride == 0:
+                self._kept.append(self._part(batch, start))
+            self._count += 1
+            if self._is_full():
+                self._kept = self._kept[::2]
+                self._stride *= 2
+        self.rows += batch.rows
+        self.note(batch)
 
     def batches(self) -> list[Batch]:
         """The parts kept, in the order of the data."""
@@ -67,7 +71,8 @@ class Survey:
         rows = sum(batch.rows for batch in self._kept)
         return len(self._kept) > PARTS and rows > PARTS * ROWS
 
-    def _note(self, batch: Batch) -> None:
+    def note(self, batch: Batch) -> None:
+        """Notes the shapes and peaks of a batch."""
         for name, array in batch.feed.items():
             self.shapes.setdefault(name, set()).add(array.shape)
             if array.dtype.kind == "f":

@@ -1,4 +1,4 @@
-"""Which calibration samples are kept from ranges and repairs, so that choices can be judged on them."""
+"""Which calibration samples choices and repairs are not fitted on, so that they can be judged on them."""
 
 from __future__ import annotations
 
@@ -11,49 +11,61 @@ from layerline.calib.calibration_survey import Survey
 from layerline.calib.named_arrays import Array
 from layerline.calib.samples import Batch
 
-# Of fewer than LEAST samples none is held out. Else every second of the first LEAST is, every fourth of the first
-# DENSE, and every 32nd of the others.
+# Of fewer than LEAST samples none is held out. Else half of the first LEAST are, a quarter of the first DENSE, and one
+# in 32 of the others.
 LEAST, DENSE = 8, 64
 TOO_FEW = f"fewer than {LEAST} different samples (or batches, where their size is fixed) leave none to judge it on"
 
 
 class HoldOut:
-    """Splits batches into what choices are fitted on, which passes, and what they are judged on.
+    """Splits samples into those that choices are fitted on and those that they are judged on. Ranges are of both.
 
     Args:
-        judged: keeps the samples held out, in the first pass that has some.
-
-    Attributes:
-        read: samples read in the current pass, those held out among them.
+        fitted: keeps some of the former.
+        judged: keeps some of the latter.
     """
 
-    def __init__(self, judged: Survey) -> None:
+    def __init__(self, fitted: Survey, judged: Survey) -> None:
+        self.survey = fitted
         self.judged = judged
-        self.read = 0
         self._is_held: dict[bytes, bool] = {}
 
-    def fitted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Passes on what choices are fitted on."""
-        is_first = not self.judged.rows
-        self.read = 0
+    def through(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Passes whole batches on, and keeps a few samples of both parts."""
         waiting: list[Batch] = []
         for batch in batches:
-            self.read += batch.rows
-            held = np.array([self._holds(piece) for piece in self._pieces(batch)])
-            if not held.any():
-                yield batch
-                continue
-            judged = batch
-            if not held.all():
-                judged = self.judged.select(batch, np.flatnonzero(held))
-                yield self.judged.select(batch, np.flatnonzero(~held))
-            if is_first:
-                waiting.append(judged)
+            fitted, held = self._split(batch)
+            if fitted is not None:
+                self.survey.add(fitted)
+            if held is not None:
+                self.survey.note(held)
+                waiting.append(held)
             if len(self._is_held) >= LEAST:
-                list(self.judged.through(waiting))
+                for each in waiting:
+                    self.judged.add(each)
                 waiting = []
-        # Of so few samples each one is needed for the ranges.
-        yield from waiting
+            yield batch
+        # Of so few samples choices are fitted on each one.
+        for each in waiting:
+            self.survey.add(each)
+
+    def fitted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Passes on what choices are fitted on, in any pass after `through`."""
+        for batch in batches:
+            fitted, _ = self._split(batch)
+            if not self.judged.rows:
+                yield batch
+            elif fitted is not None:
+                yield fitted
+
+    def _split(self, batch: Batch) -> tuple[Batch | None, Batch | None]:
+        """The samples of a batch that choices are fitted on, and those held out; None where there are none."""
+        held = np.array([self._holds(piece) for piece in self._pieces(batch)])
+        if held.all():
+            return None, batch
+        if not held.any():
+            return batch, None
+        return self.judged.select(batch, np.flatnonzero(~held)), self.judged.select(batch, np.flatnonzero(held))
 
     def _pieces(self, batch: Batch) -> list[Mapping[str, Array]]:
         """The smallest parts of a batch that the model takes: its rows, or all of it."""
@@ -67,9 +79,10 @@ class HoldOut:
         for name in sorted(piece):
             digest.update(np.ascontiguousarray(piece[name]).tobytes())
         index = len(self._is_held)
-        every = 32
+        # The place within a block moves on from block to block: data may alternate between classes.
+        held = index % 32 == index // 32 % 32
         if index < LEAST:
-            every = 2
+            held = index.bit_count() % 2 == 1
         elif index < DENSE:
-            every = 4
-        return self._is_held.setdefault(digest.digest(), index % every == every - 1)
+            held = index % 4 == index // 4 % 4
+        return self._is_held.setdefault(digest.digest(), held)

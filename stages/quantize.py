@@ -32,7 +32,7 @@ class Quantize(QuantizeFields):
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 18
+    version: ClassVar[int] = 19
     takes: ClassVar[Mapping[str, str]] = {"model": "fused"}
     gives: ClassVar[str] = "quantized"
     uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric", "show")
@@ -268,8 +268,8 @@ class Quantize(QuantizeFields):
         held_out = data.held_out.rows
         note = f"calibrated on {converted.ranges.samples} samples"
         if held_out:
-            note += f"; {held_out} more were held out, to judge choices on"
-        fewer = converted.ranges.samples + held_out < self.samples and not converted.ranges.stopped
+            note += f"; choices were not fitted on {held_out} of them, but judged on these"
+        fewer = converted.ranges.samples < self.samples and not converted.ranges.stopped
         if fewer and "samples" in self.model_fields_set:
             note += f"; {self.samples} were requested, and {data.hook()}() has no more"
         return [note]

@@ -56,9 +56,12 @@ def nncf(model: str, result: str, feeds: list[Feed], fmt: str) -> None:
 
     if fmt == "int4":
         weights = tool.CompressWeightsMode.INT4_SYM
-        onnx.save(
-            tool.compress_weights(onnx.load(model), mode=weights, ratio=1.0, group_size=32, all_layers=True), result
+        # A layer whose summed size is no multiple of the block stays as it is, as with ours.
+        others = tool.AdvancedCompressionParameters(group_size_fallback_mode=tool.GroupSizeFallbackMode.IGNORE)
+        compressed = tool.compress_weights(
+            onnx.load(model), mode=weights, ratio=1.0, group_size=32, all_layers=True, advanced_parameters=others
         )
+        onnx.save(compressed, result)
         return
     quantized = tool.quantize(onnx.load(model), tool.Dataset(feeds), subset_size=len(feeds))
     onnx.save(quantized, result)

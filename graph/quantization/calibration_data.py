@@ -50,9 +50,10 @@ class CalibrationData:
         selection: how they are chosen; `choose` does it.
         stop_early: see `collect`.
         percentile: see `collect`.
-        holds_out: whether some calibration samples are kept from ranges and repairs, for these to be judged on.
-        survey: a few of the calibration samples that were read.
-        held_out: the same of those held out.
+        holds_out: whether choices and repairs are judged on some calibration samples that they are not fitted on.
+            Ranges are of all samples.
+        survey: a few of the calibration samples that choices are fitted on.
+        held_out: a few of the others.
         evaluated: the same of the evaluation samples.
     """
 
@@ -72,7 +73,7 @@ class CalibrationData:
         self.survey = Survey(self.inputs)
         self.held_out = Survey(self.inputs)
         self.evaluated = Survey(self.inputs)
-        self._hold_out = HoldOut(self.held_out)
+        self._hold_out = HoldOut(self.survey, self.held_out)
         self._numbers: Positions | None = None
         self._choice_note: tuple[str, ...] = ()
 
@@ -171,30 +172,16 @@ class CalibrationData:
         names: Sequence[str],
         batches: Samples | list[Batch],
         nonfinite: Literal["stop", "skip"],
-        *,
-        whole: bool = False,
     ) -> collect.Ranges:
-        """Collects the ranges of the named values, and keeps a few samples in `survey`.
-
-        Args:
-            whole: reads held-out samples too.
-        """
+        """Collects the ranges of the named values, and keeps a few samples in `survey` and `held_out`."""
         count = len(batches) if isinstance(batches, list) else batches.count()
         # A reader without a length is expected to give as many samples as are wanted.
         total = count or self.samples
         read: Iterable[Batch] = batches
-        splits = self.holds_out and not whole
-        if splits:
-            read = self._hold_out.fitted(batches)
         # A model that is calibrated anew is tried on the same samples as before.
         if not self.survey.rows:
-            read = self.survey.through(read)
-
-        def show(done: int) -> None:
-            if splits:
-                done = self._hold_out.read
-            self.work.log.progress(min(done, total), total)
-
+            keeper = self._hold_out if self.holds_out else self.survey
+            read = keeper.through(batches)
         return collect.collect(
             lambda taps: session(model, taps),
             read,
@@ -202,7 +189,7 @@ class CalibrationData:
             nonfinite=nonfinite,
             percentile=self.percentile,
             stop_early=self.stop_early,
-            progress=show,
+            progress=lambda done: self.work.log.progress(min(done, total), total),
         )
 
     def _few(self) -> Iterator[Batch]:

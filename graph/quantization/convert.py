@@ -271,7 +271,7 @@ def greatest_values(reference: ir.Model, data: CalibrationData, probes: Sequence
     notes: tuple[str, ...] = (f"the task has no samples: overflow was looked for on {len(probes)} probe feeds alone",)
     if data.hook() is not None:
         batches, notes = data.calibration()
-    ranges = data.ranges(reference, mixed_precision.float_values(reference), batches, "skip", whole=True)
+    ranges = data.ranges(reference, mixed_precision.float_values(reference), batches, "skip")
     return Greatest({name: histogram.amax for name, histogram in ranges.histograms.items()}, notes)
 
 

@@ -45,8 +45,8 @@ class QuantizeFields(Stage):
     """How the clipping threshold is chosen. auto tries the four others on a few samples and takes, for each value, the
     one with the smallest error at the layers that read it; a layer that keeps less than 10 dB with each of them stays
     float. Where the outputs keep clearly more with one calibrator for all values, that one is taken. Softmax, Sigmoid
-    and Clip have known bounds and use these. Of eight calibration samples and more some are held out of the ranges, and
-    choices are judged on these. fp8 takes the greatest value, or the percentile where that is set."""
+    and Clip have known bounds and use these. Ranges are those of all samples. Of eight samples and more some are held
+    out, and choices are judged on these. fp8 takes the greatest value, or the percentile where that is set."""
     percentile: float = Field(default=99.99, gt=0, le=100)
     """For calibrator percentile: per cent of the non-zero values that stay inside the range."""
     samples: PositiveInt = 512

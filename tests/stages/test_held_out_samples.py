@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from layerline.calib.plan import FILE, QuantPlan
 from layerline.calib.samples import Samples
 from layerline.export.signature import Value
 from layerline.graph.io import onnx_files
@@ -124,7 +125,7 @@ def first_pass(work, monkeypatch, batches):  # noqa: F811
     """Calibration data of these batches, and the numbers of the samples that ranges are collected on."""
     data = CalibrationData(work(), (X,), hooks=("calib_data",), samples=512, batch_size=16, holds_out=True)
     replace_samples(data, monkeypatch, batches)
-    return data, numbers(batch.feed for batch in data.survey.through(data._hold_out.fitted(data._few())))
+    return data, numbers(batch.feed for batch in data._hold_out.through(data._few()))
 
 
 def replace_samples(data, monkeypatch, batches):
@@ -133,18 +134,39 @@ def replace_samples(data, monkeypatch, batches):
 
 X = Value(name="x", dtype="float32", shape=("n", 64))
 ROWS = np.repeat(np.arange(16, dtype=np.float32)[:, None], 64, axis=1)
-FITTING = [0, 2, 4, 6, 8, 9, 10, 12, 13, 14]
+HELD_OUT = [1, 2, 4, 7, 10, 15]
+FITTING = [0, 3, 5, 6, 8, 9, 11, 12, 13, 14]
 
 
 @pytest.mark.parametrize("count", [1, 4, 16])
 def test_samples_held_out_are_never_fitted(work, monkeypatch, count):  # noqa: F811
     data, read = first_pass(work, monkeypatch, [{"x": rows} for rows in np.split(ROWS, count)])
     fitting, held_out = data.parts()
-    assert numbers(held_out) == [1, 3, 5, 7, 11, 15]
-    assert read == numbers(fitting) == numbers(data.fitting()) == FITTING
+    assert numbers(held_out) == HELD_OUT
+    assert read == list(range(16))
+    assert numbers(fitting) == numbers(data.fitting()) == FITTING
     # Another order changes nothing.
     replace_samples(data, monkeypatch, [{"x": rows} for rows in np.split(ROWS[::-1], count)])
     assert numbers(data.fitting()) == FITTING[::-1]
+
+
+@pytest.mark.parametrize("period", [2, 3, 4])
+def test_of_classes_that_alternate_each_is_on_both_sides(work, monkeypatch, period):  # noqa: F811
+    rows = np.repeat(np.arange(64, dtype=np.float32)[:, None], 64, axis=1)
+    data, _ = first_pass(work, monkeypatch, [{"x": rows}])
+    for feeds in data.parts():
+        counts = np.bincount(np.array(numbers(feeds)) % period, minlength=period)
+        assert counts.min() >= counts.sum() / period / 2
+
+
+def test_ranges_are_of_all_samples_where_some_are_held_out(work, tmp_path):  # noqa: F811
+    net, samples, fresh = network("dense", 1, 16)
+    samples[HELD_OUT[0], 5] = 1000.0  # in a sample that nothing is fitted on
+    fields = {"calibrator": "minmax", "bias_correction": True}
+    _, report = decibels_of_fresh_samples(work, net, samples, fresh, **fields)
+    written = QuantPlan.from_json((tmp_path / "out" / FILE).read_text())
+    assert written.value("x").scales == (pytest.approx(1000 / 127),)
+    assert any("calibrated on 16 samples" in note and "on 6 of them" in note for note in report.notes)
 
 
 def test_a_sample_that_comes_again_and_again_is_not_held_out(work, monkeypatch):  # noqa: F811
