@@ -145,3 +145,13 @@ def test_function_whose_operator_changed_its_meaning_stays() -> None:
     prepared, notes = prepare(given)
     assert [n.op_type for n in proto(prepared).graph.node] == ["Outer"]
     assert "functions Inner, Outer are left as they are" in notes[0]
+
+
+def test_function_that_returns_its_input_stays() -> None:
+    """Written out, it would give the input of the graph another name."""
+    from layerline.graph.io.canonicalize import prepare
+
+    given = model([call("Same", ["x"], "a"), node("Relu", ["a"], ["y"])], {"x": [2]})
+    given.functions.append(helper.make_function("own", "Same", ["p"], ["p"], [], [helper.make_opsetid("", 20)]))
+    prepared, _ = prepare(given)
+    assert [i.name for i in proto(prepared).graph.input] == ["x"]
