@@ -91,7 +91,7 @@ def _frozen_shape(name: str, shape: ir.Shape, number: float | Sequence[float]) -
         return list(shape.numpy())
     fits = len(shape) == 1 and (not shape.is_static() or shape[0] == len(number))
     if not fits:
-        declared = ", ".join(str(size) for size in shape)
+        declared = ", ".join(map(str, shape))
         raise ConfigError(f"{len(number)} numbers for an input of shape ({declared})", where=where)
     return [len(number)]
 

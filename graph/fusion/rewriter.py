@@ -20,7 +20,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis import provenance, shape_inference
-from layerline.graph.analysis.ir_queries import captures, fresh_name, graph_values, node_names, subgraphs, value_names
+from layerline.graph.analysis.ir_queries import fresh_name, graph_values, node_names, reads, subgraphs, value_names
 from layerline.graph.analysis.symbolic_sizes import unquoted
 from layerline.graph.fusion.firing import After, Declined, Firing, Site, cut, nearest_unfused_after
 
@@ -255,7 +255,7 @@ class Rewriting:
             if node is None or node.graph is None or any(o.uses() or o.is_graph_output() for o in node.outputs):
                 continue
             graph = node.graph
-            read = [value for value in node.inputs if value is not None] + captures(node)
+            read = reads(node)
             _detach(node)
             graph.remove(node, safe=True)
             # A node goes before what it reads, so the last one removed comes first in the order of the graph.
