@@ -82,9 +82,9 @@ def random_note(random: Mapping[str, str]) -> list[str]:
 
 
 def unjudged(graph: ir.Graph, random: Mapping[str, str]) -> dict[str, str]:
-    """A report's figure for what nobody could compare, the outputs before all: an untested one must not pass for equal.
+    """A report's figure for what nobody could compare (`random`, as `drawn` finds it), the outputs before all.
 
-    `random` are the values that are drawn, each with the operator, as `drawn` finds them.
+    An untested one must not pass for equal.
     """
     if not random:
         return {}

@@ -162,10 +162,7 @@ class Rewriting:
         nodes: Sequence[ir.Node],
         initializers: Sequence[ir.Value],
     ) -> bool:
-        """Replaces outputs of nodes by other values, and prunes what nothing reads any more; may raise Declined.
-
-        The firing's place is the first of them.
-        """
+        """Replaces outputs of nodes by other values, and prunes what nothing reads. The first is the firing's place."""
         first_old, first_new = pairs[0]
         node = first_old.producer()
         assert node is not None and node.graph is not None
