@@ -134,6 +134,4 @@ def _evaluate(text: str, symbols: Mapping[str, int]) -> int | None:
         value = ir.SymbolicDim(text).evaluate(symbols)
     except (ValueError, ZeroDivisionError, RecursionError):
         return None
-    if isinstance(value, int):
-        return value
-    return None
+    return value if isinstance(value, int) else None

@@ -49,9 +49,7 @@ def refuse_endless(model: ir.Model) -> None:
     """Refuses a Loop that no input can end. Raises StageError: names it and its number of rounds."""
     for node, rounds in loops(model):
         if (rounds is None or rounds > MOST_ROUNDS) and _never_ends(node):
-            count = f"{rounds} rounds"
-            if rounds is None:
-                count = "without an end"
+            count = "without an end" if rounds is None else f"{rounds} rounds"
             raise StageError(
                 f"it runs {count}: its condition is always true", where=f"node {node.name or first_output(node)}",
                 hint=f"{MOST_ROUNDS} rounds are the most that a Loop without a condition may have",
@@ -69,9 +67,7 @@ def described_loops(model: ir.Model) -> list[str]:
     """The first loops in words, for the error of a run that has to be ended."""
     described = []
     for node, rounds in list(loops(model))[:3]:
-        count = f"up to {rounds}"
-        if rounds is None:
-            count = "an unknown number of"
+        count = "an unknown number of" if rounds is None else f"up to {rounds}"
         described.append(f"its Loop node {node.name or first_output(node)} runs {count} rounds")
     return described
 
@@ -103,9 +99,7 @@ def _number(value: ir.Value | None) -> int | bool | None:
     if tensor is None or tensor.size != 1 or isinstance(tensor, ir.ExternalTensor):
         return None
     number = tensor.numpy().reshape(()).item()
-    if isinstance(number, bool):
-        return number
-    return int(number)
+    return number if isinstance(number, bool) else int(number)
 
 
 def _sizes(graph: ir.Graph) -> dict[str, int]:
