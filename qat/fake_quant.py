@@ -67,7 +67,7 @@ class FakeQuant(nn.Module):
         self.high = greatest(item.dtype)
         self.low = -self.high
         if not self.is_weight and not self.float8:
-            self.low -= 1
+            self.low -= 1  # int8 activations use -128; weights stay symmetric
         self.axis = item.axis
         self.rank = rank
         # Whether learned scales get no gradient any more.

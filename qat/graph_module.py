@@ -122,7 +122,7 @@ class GraphModule(nn.Module):
                     result = watch(name, result)
                 values[name] = result
             for name in step.spent:
-                values.pop(name, None)
+                values.pop(name, None)  # memory of activations that nothing reads any more
         return {name: values[name] for name in self.outputs}
 
     def scales(self) -> dict[tuple[str, str], np.ndarray[Any, np.dtype[np.float32]]]:
@@ -185,7 +185,7 @@ class GraphModule(nn.Module):
             kind = str(data.dtype).removeprefix("torch.")
             raise StageError(f"training needs float32 weights, and this one is {kind}", where=name)
         owner.register_parameter(key, nn.Parameter(data))
-        if data.ndim > 1 and bool(data.any()) and not bool(data.all()):
+        if data.ndim > 1 and bool(data.any()) and not bool(data.all()):  # biases and all-zero weights are not pruned
             self.masks.register_buffer(key, (data != 0).float(), persistent=False)
         return key
 
@@ -214,7 +214,7 @@ class GraphModule(nn.Module):
         fakes = [(name, f"{name}\0{key}") for (name, _), key in self._fakes.items()]
         steps: list[_Operation] = []
         for node in nodes:
-            if subgraphs(node):
+            if subgraphs(node):  # If, Loop and Scan
                 raise _no_gradient(node.op_type, first_output(node))
             attrs = {name: attribute_value(attribute) for name, attribute in node.attributes.items()}
             attrs[OUTPUTS] = sum(bool(value.uses() or value.is_graph_output()) for value in node.outputs)
@@ -242,7 +242,7 @@ class _Reference:
 
     def __init__(self, node: ir.Node, opsets: Mapping[str, int]) -> None:
         self.node = ir.serde.serialize_node(node)
-        self.opsets = dict(opsets)
+        self.opsets = dict(opsets)  # operators changed their meaning between opsets
 
     def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """What the node gives. Raises StageError where a gradient would have to pass."""

@@ -48,7 +48,7 @@ class QatOutcome:
         worst: list[Row] = []
         for name, converted in self.models.items():
             layers = report
-            if name != self.result:
+            if name != self.result:  # the report is about the result already
                 same_weights = dataclasses.replace(converted, reference=converted.trained or converted.reference)
                 layers = quantization_report.layer_report(report.stage, same_weights, self.probes, mode="int8")
             worst += _worst(name, layers)

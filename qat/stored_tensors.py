@@ -45,7 +45,7 @@ def trained_names(graph: ir.Graph, tensors: Mapping[str, ir.TensorProtocol]) -> 
         elif node.domain == "":
             places = _OTHERS.get(node.op_type, ())
             if node.op_type == "Add" and any(_has_weight(v) for v in node.inputs):
-                places = (0, 1)
+                places = (0, 1)  # the bias of a product on either side
         for place in places:
             name = _stored_source(node.inputs[place]) if place < len(node.inputs) else ""
             if not name or not tensors[name].dtype.is_floating_point():

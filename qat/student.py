@@ -54,7 +54,7 @@ class OutputMatching(Distillation):
             if not isinstance(expected, Tensor) or not expected.is_floating_point():
                 continue
             finite = expected.isfinite()
-            if bool(finite.any()):
+            if bool(finite.any()):  # masks leave whole outputs at -inf
                 exact = expected[finite].float()
                 # A constant output has no variance: there its square counts.
                 power = exact.var(correction=0) + 1e-6 * exact.square().mean()

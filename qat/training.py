@@ -152,12 +152,12 @@ def train(work: Work, calibrated: Calibrated, options: QatOptions, probes: Seque
         try:
             train_loop.train(run, work.scratch, work.log)
         except StageError as error:
-            if not run.lane.skipped:
+            if not run.lane.skipped:  # not about a loss that is not finite
                 raise
             raise StageError(error.what, where=error.where, hint=NOT_FINITE) from error
         if options.ema_decay:
             run.mo.switch_to_ema()
-    graph.cpu().eval()
+    graph.cpu().eval()  # onnxruntime compares on the CPU
     trained = graph.trained(calibrated.model)
     plan = _with_scales(calibrated.plan, trained, graph.scales())
     result = dataclasses.replace(calibrated, model=trained, plan=plan, shifts={}, rounded=rounding.RoundedWeights())
@@ -205,7 +205,7 @@ def worst(graph: GraphModule, model: ir.Model, probes: Sequence[Feed], steps: Ma
             return in_torch
         expected = torch.as_tensor(by_onnxruntime[name])
         ratios[name] = max(_distance(in_torch, expected, steps.get(name)), ratios.get(name, 0.0))
-        return expected
+        return expected  # the next operator starts from what onnxruntime computed
 
     for feed in probes:
         by_onnxruntime = session.run(feed)

@@ -175,7 +175,7 @@ def canonical_fields(
             raise ConfigError(what, where=path, hint="keep one of the two")
         fields[target] = value
         written[target] = path
-    preset = fields.pop("preset", None)
+    preset = fields.pop("preset", None)  # no field of Config
     if preset is not None:
         _apply_preset(preset, fields, written)
     _check_shares(fields, written)
@@ -291,7 +291,7 @@ def _spelling(target: str, value: Any) -> Any:
 
 def _same(a: Any, b: Any) -> bool:
     try:
-        return math.isclose(float(a), float(b), rel_tol=1e-12)
+        return math.isclose(float(a), float(b), rel_tol=1e-12)  # "1e-3" and 0.001 say the same
     except (TypeError, ValueError):
         return bool(a == b)
 

@@ -88,5 +88,5 @@ def _check_length(config: Config) -> None:
             hint = "set scheduler.total_steps to the number of optimizer steps, not of micro-batches"
             raise ConfigError(f"{user} needs the length of the run", where=path, hint=hint)
     warmup = warmup_steps(config.scheduler)
-    if total is not None and warmup >= total:
+    if total is not None and warmup >= total:  # the base rate would never be reached
         raise ConfigError(f"warm-up takes {warmup} steps of a run of {total}", where="scheduler.warmup_steps")

@@ -218,7 +218,7 @@ def _in_tensors(batch: Any, where: str = "batch") -> Any:
 
 
 def _array_as_tensor(value: Any, where: str = "batch") -> Any:
-    if hasattr(value, "shape"):
+    if hasattr(value, "shape"):  # arrays of numpy and the like
         return as_tensor(value, where)
     return value
 

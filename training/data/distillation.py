@@ -113,7 +113,7 @@ class Taught:
 
         with self.student.register_forward_hook(note, with_kwargs=True):
             loss, weight = self.loss(model, batch)
-        if not calls:
+        if not calls:  # a loss may call parts of the model alone
             raise TaskError("loss() never calls the model, so there is nothing to distil", where="loss")
         # A sum over `weight` samples is a mean for the teacher's loss, and a sum again after it.
         scale = max(weight or 1.0, 1.0)
@@ -127,6 +127,6 @@ class Taught:
             for args, kwargs, out in calls:
                 parts.append(self.distillation.mixed(out, loss / scale, args, kwargs, labels, counted))
         total = torch.stack(parts).mean() * scale
-        if weight == 0:
+        if weight == 0:  # no label counts, so the teacher does not either
             total = total * 0
         return total, weight

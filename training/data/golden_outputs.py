@@ -30,7 +30,7 @@ def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     flat: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            flat |= value
+            flat |= value  # **kwargs of forward(): each has a name of its own
         else:
             flat[name] = value
     return dict(_tensors(flat, ()))
@@ -93,7 +93,7 @@ def forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     except TaskError:
         raise
     except Exception as error:  # the model is the user's code
-        if ran_out_of_memory(error):
+        if ran_out_of_memory(error):  # no fault of the example
             raise
         what = f"the model cannot run on the example: {type(error).__name__}: {error}"
         hint = ""
@@ -137,7 +137,7 @@ def activations(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     with ExitStack() as hooks:
         for module, path in first_paths(model).items():
-            if path:
+            if path:  # the model itself has none
                 hooks.enter_context(module.register_forward_hook(partial(record_output, path)))
         forward(model, args, kwargs)
     return outputs

@@ -19,7 +19,7 @@ IGNORED = -100
 def counted_labels(batch: Any) -> Tensor | None:
     """Which labels of a batch cross-entropy counts; None where the targets are not class numbers."""
     _, _, target = split(batch)
-    if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex():
+    if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex():  # a regression
         return None
     return target != IGNORED
 

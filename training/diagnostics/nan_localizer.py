@@ -104,7 +104,7 @@ def trace(model: nn.Module, recorded: Pass) -> Origin | None:
         for index, gradient in recorded.gradients.items():
             if not _finite(gradient):
                 return _origin("loss", "", f"the gradient of the model's output {index}", gradient, recorded.batch)
-        if not recorded.gradients:
+        if not recorded.gradients:  # the loss did not come from this pass
             return None
         watch.phase = "backward"
         starts = [outputs[index] for index in recorded.gradients]

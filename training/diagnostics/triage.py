@@ -110,7 +110,7 @@ class Recorder:
         window = (lane.steps, lane.skipped)
         if window != self._window:
             self._window, self.passes = window, []
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # a validation pass is no part of a step
             device = lane.device.type
             start = past(unwrap(lane.model).modules())
             autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))

@@ -62,7 +62,7 @@ class Replicas(Peers):
         reductions = []
         for bucket in buckets(grads, self._size):
             flat = flattened(bucket, device).div_(self.ranks.size)
-            message = flat.to(self._type or flat.dtype)
+            message = flat.to(self._type or flat.dtype)  # after the division: a sum of halves could overflow
             reductions.append((bucket, message, dist.all_reduce(message, async_op=True)))
         for bucket, message, work in reductions:
             work.wait()
@@ -79,4 +79,4 @@ def _silence(ddp: DistributedDataParallel) -> None:
     if what:
         raise ConfigError(f"the model's DistributedDataParallel {what}", where="model",
                           hint="pass the plain model, with distributed.compress for smaller messages")  # fmt: skip
-    ddp.require_backward_grad_sync = False
+    ddp.require_backward_grad_sync = False  # what its no_sync() sets

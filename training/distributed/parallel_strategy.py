@@ -104,7 +104,7 @@ class Peers(Policy, ABC):
         if len(self._times) < _REVIEW:
             return
         medians = [numbers.median(times) for times in zip(*self._times, strict=True)]
-        self._times = []
+        self._times = []  # the next review looks at new steps
         slow, fast = max(medians), min(medians)
         if slow > _SLOWER * fast and slow - fast > _NOISE_S:
             text = f"rank {medians.index(slow)} takes {slow:.3g} s a step, rank {medians.index(fast)} {fast:.3g} s"

@@ -43,7 +43,7 @@ def shard(model: nn.Module, config: Config, ranks: Ranks) -> None:
             raise ConfigError(why, where="distributed.shard", hint="use another optimizer, or shard: none")
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     reduce_type = HALF_TYPES.get(options.compress)
-    for unit in (*_units(unwrap(model)), unwrap(model)):
+    for unit in (*_units(unwrap(model)), unwrap(model)):  # inner units first, as fully_shard wants it
         fully_shard(unit, mesh=mesh, reshard_after_forward=options.shard == "zero3",
                     mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_type))  # fmt: skip
 
@@ -62,7 +62,7 @@ class Shards(Peers):
 
     def admit(self, fresh: Sequence[Member]) -> None:
         """Nothing joins: units are split once, and what was frozen then takes no gradient."""
-        if fresh:
+        if fresh:  # join() without new parameters is no fault
             hint = "change the model, and unfreeze what shall be trained, before ModelOptimizer shards it"
             raise ConfigError("a parameter cannot join a model that is sharded already", where=fresh[0].name, hint=hint)
 

@@ -60,13 +60,13 @@ def try_training_hooks(
         with look.item("teacher()"):
             loss = loss_of(look.task, model, config, where)
             look.shared["loss"] = loss
-            if isinstance(loss, Taught):
+            if isinstance(loss, Taught):  # distillation is on
                 look.ok("teacher()", _outline(loss.distillation.teacher))
         with look.item("loss()"):
             _try_loss(look, mo, where)
         with look.item("train.batch_size"):
             _try_last_batch(look, mo, batch_size, where)
-    for name in ("trained", "batch", "more", "loss"):
+    for name in ("trained", "batch", "more", "loss"):  # later stages need none of them
         look.shared.pop(name, None)
     gc.collect()  # the network of the later stages must not lie beside this one
 
@@ -133,7 +133,7 @@ def _try_loss(look: Inspection, mo: ModelOptimizer, where: torch.device) -> None
         try:
             loss = _loss(look, mo, to_device(next(look.need("more").forever()), where))
         except TaskError:
-            raise on_few from None
+            raise on_few from None  # the batch of two is what people can look at
     params = named(mo.model).params
     trained = [n for n, p in params.items() if p.requires_grad]
     missing = [n for n in trained if params[n].grad is None]

@@ -34,7 +34,7 @@ def main() -> None:
     job = json.loads(sys.argv[-1])
     # The code under proof may print, which must not mix with the reports.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # also what native code prints
 
     def report(record: Mapping[str, Any]) -> None:
         out.write(f"{json.dumps(record)}\n")
@@ -86,7 +86,7 @@ def _build(job: Mapping[str, Any]) -> tuple[ModelOptimizer, Callable[[], object]
         # Modules beside the file can be imported, as when it is run.
         sys.path.insert(0, str(Path(source).parent))
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
+        sys.modules[spec.name] = module  # dataclasses and pickle look their module up here
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(source)

@@ -103,7 +103,7 @@ def train_mode(model: nn.Module) -> list[str]:
         trainable = [param.requires_grad for param in module.parameters()]
         frozen = bool(trainable) and not any(trainable)
         inside = any(name.startswith(f"{outer}.") for outer in kept)
-        if name and not module.training and (frozen or not whole_in_eval) and not inside:
+        if name and not module.training and (frozen or not whole_in_eval) and not inside:  # the outermost parts alone
             kept[name] = module
     modes = [(part, part.training) for root in kept.values() for part in root.modules()]
     model.train()

@@ -30,7 +30,7 @@ def by_name(
         optimizer = dict.fromkeys(models, optimizer)
     if not models or set(optimizer) - set(models):
         raise ConfigError(f"models are {sorted(models)}, optimizers {sorted(optimizer)}", where="optimizer")
-    check_apart(models)
+    check_apart(models)  # a tensor that two optimizers step would move twice
     # A model without an optimizer of its own reads the section `optimizer`.
     if all(optimizer.get(name) is not None for name in models):
         for name in models:

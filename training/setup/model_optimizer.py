@@ -78,10 +78,10 @@ class ModelOptimizer:
         self.lanes: dict[str, Lane] = {}
         for name, module in models.items():
             self.lanes[name] = Lane(module, self.config, optimizers.get(name), shared=len(models) > 1)
-        self._main = next(iter(self.lanes.values()))
-        self.extras: dict[str, Any] = {}
+        self._main = next(iter(self.lanes.values()))  # what calls without `only` are about
+        self.extras: dict[str, Any] = {}  # by the names of register()
         self._halves = self.config.accumulate.on_oom == "halve"
-        self.saved: Path | None = None
+        self.saved: Path | None = None  # what a rollback goes back to
         for name, lane in self.lanes.items():
             capabilities.attach(lane, self.ranks, partial(checkpoint.roll_back, self, name))
             if self._halves:
@@ -189,7 +189,7 @@ class ModelOptimizer:
     def _after(self, moved: bool) -> bool:
         """Validates and saves where an interval ends, once for all models."""
         step, config = self.global_step, self.config.monitor
-        if not moved or step == self._served:
+        if not moved or step == self._served:  # of several models the first that reaches a step
             return moved
         self._served = step
         if config.valid_interval and step % config.valid_interval == 0:

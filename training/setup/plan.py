@@ -78,9 +78,9 @@ def _groups(lane: Lane) -> dict[str, tuple[str, str, int]]:
     group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
     out = {}
     for name, param in zip(lane.names, lane.params, strict=True):
-        kind, why = "unknown", ""
+        kind, why = "unknown", ""  # an optimizer without groups does not say
         if groups:
-            kind = "not held"
+            kind = "not held"  # no group holds this parameter
         number = group_of.get(id(param))
         if number is not None:
             kinds = {None: "unknown", 0: "no decay"}
@@ -98,7 +98,7 @@ def _group_name(config: OptimizerConfig, member: Member) -> str:
     rule = param_groups.rule_name(config, member)
     if rule != config.name:
         name = f"{rule}, {name}"
-    if fields["lr"] == config.base_lr:
+    if fields["lr"] == config.base_lr:  # nothing to add: it is in the headline
         return name
     return f"{name}, lr {fields['lr']:.3g}"
 
@@ -129,7 +129,7 @@ def _notes(lane: Lane) -> Iterable[str]:
         yield f"the loss scale serves fp16 alone; amp is {config.precision.amp}"
     if config.precision.master_weights and lane.masters is None:
         yield "master_weights: the parameters are float32 already and are their own masters"
-    if lane.custom and not hasattr(lane.optimizer, "state_dict"):
+    if lane.custom and not hasattr(lane.optimizer, "state_dict"):  # any object with step() and zero_grad() is taken
         yield f"{type(lane.optimizer).__name__} has no state_dict(): a checkpoint cannot hold its state"
     if len({float(g["lr"]) for g in own_groups(lane.optimizer) if "lr" in g}) > 1:
         yield "the curve is that of the optimizer's first group; the others keep their ratio to it"

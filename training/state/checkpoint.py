@@ -170,7 +170,7 @@ def _write(target: Path, path: Path, keep: int, tensors: Tensors, meta: dict[str
         meta = {**meta, tensor_forms.ENTRY: forms}
     safetensors_io.save(target, stored, meta)
     if target is not path:
-        for old in rotation(path)[keep:]:
+        for old in rotation(path)[keep:]:  # after the new one is safely written
             old.unlink(missing_ok=True)
 
 

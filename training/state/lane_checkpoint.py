@@ -141,7 +141,7 @@ def restore(lane: Lane, state: Saved) -> None:
     """Puts a checked state into a lane."""
     ema_swap.switch(lane, ema=False)
     if lane.peers is not None:
-        lane.peers.release()
+        lane.peers.release()  # whole copies of sharded units would hide what is loaded
     weights, parts, counters = state.weights, state.parts, state.counters
     masks, lane.masks = lane.masks, None  # masks of other weights must not touch those that are loaded
     canonical_names.load(lane.model, weights["online"])
@@ -159,7 +159,7 @@ def restore(lane: Lane, state: Saved) -> None:
         lane.ema.load(weights["ema"], counters["ema_updates"])
     if not lane.custom:
         optimizer_state.restore(lane, parts["optimizer"])
-    if lane.strides is not None:
+    if lane.strides is not None:  # fused kernels read state in the order of memory of its parameter
         lane.strides.settle(anew=True)
     lane.window.load_state_dict(parts["window"])
     for name, param in zip(lane.names, lane.stepped, strict=True):

@@ -90,9 +90,9 @@ def restore(lane: Lane, saved: Mapping[str, Any]) -> None:
         current["state"] = {}
         for name, state_of_param in saved["state"].items():
             number = numbers.get(id(by_name[name]))
-            if number is not None:
+            if number is not None:  # another part of a mixed optimizer has it
                 current["state"][number] = state_of_param
-        part.load_state_dict(current)
+        part.load_state_dict(current)  # it casts state to the type and device of its parameter
 
 
 def _name(lane: Lane) -> str:
