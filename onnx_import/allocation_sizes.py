@@ -21,6 +21,12 @@ MOST_ROUNDS = 10**9
 _FAILS = (RuntimeError, ValueError, TypeError, onnx.shape_inference.InferenceError, onnx.checker.ValidationError)
 
 
+def refuse_unbounded(model: ir.Model, limit: int, hint: str) -> None:
+    """Refuses, before anything runs, what would take memory or time without an end."""
+    refuse_endless(model)
+    refuse_large(model, limit, hint)
+
+
 def refuse_large(model: ir.Model, limit: int, hint: str) -> None:
     """Refuses a graph whose values can't be held in `limit` bytes, with sizes that are open taken as 1.
 

@@ -179,8 +179,7 @@ def _read(path: Path, arrays: Mapping[str, Array], memory: int) -> ir.Model:
     model = as_ir(light)
     symbolic_dims.name(model, {name: array.ndim for name, array in arrays.items()})
     module_identity.distrust(model)
-    allocation_sizes.refuse_endless(model)
-    allocation_sizes.refuse_large(model, memory, "the memory of this machine sets the limit")
+    allocation_sizes.refuse_unbounded(model, memory, "the memory of this machine sets the limit")
     return model
 
 

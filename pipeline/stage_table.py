@@ -62,7 +62,9 @@ def stand_in(name: str, use: str) -> type[Stage]:
     """The stage that is registered as `use`, with the name and the place of the stage that it stands in for."""
     if use not in names():
         others = [other for other in names() if other not in BUILT_IN]
-        nearest = f"{hint(use, others)}; " if others else ""
+        nearest = ""
+        if others:
+            nearest = f"{hint(use, others)}; "
         raise ConfigError(
             f"no stage is registered as {use!r}",
             hint=f"{nearest}install the package that registers it, under the entry point {GROUP} of that name",

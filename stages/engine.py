@@ -214,7 +214,9 @@ def _build(backend: TensorRT, path: Path, model: ir.Model, modules: Mapping[str,
     try:
         return backend.build(path, modules=modules)
     except StageError as error:
-        suspects = checks.suspects(model) if error.where == "engine" else ()
+        if error.where != "engine":  # it names a node
+            raise
+        suspects = checks.suspects(model)
         if not suspects:
             raise
         hint = f"it names no node; the model has what TensorRT is known to fail on: {'; '.join(suspects[:3])}"

@@ -231,13 +231,11 @@ class ImportOnnx(Stage):
 
         declared = self._declare(adopted.model, symbolic_dims.places(adopted.model))
         constants = normalize_import.freeze(adopted.model, self.values)
-        decided = self.values or any(dim.size for dim in self.dims.values())
         # Before anything of the file is computed, and again once branches are decided.
-        for take in (False, True) if decided else (False,):
-            if take:
-                adopted = normalize_import.take_branches(adopted)
-            allocation_sizes.refuse_endless(adopted.model)
-            allocation_sizes.refuse_large(adopted.model, limits.memory, limits.hint)
+        allocation_sizes.refuse_unbounded(adopted.model, limits.memory, limits.hint)
+        if self.values or any(dim.size for dim in self.dims.values()):
+            adopted = normalize_import.take_branches(adopted)
+            allocation_sizes.refuse_unbounded(adopted.model, limits.memory, limits.hint)
         return adopted, declared, constants
 
     def _arrays(self, sources: Path) -> Mapping[str, Any]:

@@ -187,7 +187,9 @@ class Train(Stage):
             **self._length(),
         }
         kept = work.scratch / "checkpoints"
-        start = kept if checkpoint.rotation(kept) else None
+        start = None
+        if checkpoint.rotation(kept):
+            start = kept
         proof = prove.prove(
             "layerline.training.run.proof_process:make_stage",
             steps,
@@ -266,7 +268,9 @@ def _dotted(recipe: Any) -> dict[str, Any]:
 def _placed(error: ConfigError, raw: Any) -> ValidationError:
     """The same error at the place of its field, so that it names the line and column in pipe.yaml."""
     # pydantic carries the error to the place of its field; pipe.yaml's reader shows it as it is.
-    text = "{what}; {hint}" if error.hint else "{what}"
+    text = "{what}"
+    if error.hint:
+        text = "{what}; {hint}"
     kind = PydanticCustomError("told", text, {"what": error.what, "hint": error.hint})
     # A number is the place in a list: `optimizer.groups.1.lr`.
     place: tuple[str | int, ...] = tuple(int(part) if part.isdecimal() else part for part in error.where.split("."))
@@ -314,7 +318,9 @@ def _report(run: Run, best: str) -> Report:
 
 
 def _rejected(lane: Lane) -> str:
-    steps = "1 step was" if lane.skipped == 1 else f"{lane.skipped} steps were"
+    steps = "1 step was"
+    if lane.skipped > 1:
+        steps = f"{lane.skipped} steps were"
     return f"{steps} rejected: loss or gradients were not finite"
 
 

@@ -79,8 +79,14 @@ def collect(project: Project, keep: int, *, dry_run: bool) -> list[Garbage] | No
 def counted(gone: Sequence[Garbage]) -> list[str]:
     """What went, in words: "3 runs", "10 artifacts"; keys and reports go with those and aren't counted."""
     places = Counter(place for g in gone for place in _COUNTED if g.path.startswith(f"{STATE}/{place}/"))
-    words = [f"{places[p]} {noun}{'' if places[p] == 1 else 's'}" for p, noun in _COUNTED.items() if places[p]]
-    return words or [f"{len(gone)} record{'' if len(gone) == 1 else 's'}"]
+    words = [_plural(places[place], noun) for place, noun in _COUNTED.items() if places[place]]
+    return words or [_plural(len(gone), "record")]
+
+
+def _plural(count: int, noun: str) -> str:
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}s"
 
 
 def _unneeded(project: Project, keep: int) -> list[Path]:

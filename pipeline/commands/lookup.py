@@ -144,8 +144,8 @@ def _from_key(planner: Planner, stage: str) -> Record:
     record = _step(planner, stage).record
     if record is None:
         options = as_options(planner.project.sets)
-        how = f" with {options}" if options else " yet"
-        raise PipeError(f"stage {stage} has not run{how}", hint=f"pipe run {stage} {options}".rstrip())
+        how = options and f" with {options}"
+        raise PipeError(f"stage {stage} has not run{how or ' yet'}", hint=f"pipe run {stage} {options}".rstrip())
     return record
 
 
@@ -162,8 +162,9 @@ def artifact(project: Project, stage: str, run_id: str | None = None) -> tuple[A
         raise PipeError(f"the artifact of {stage} is gone from the store", hint=again)
     is_asked_for = run_id is not None or bool(project.sets)
     if not record.passed:
-        which = "this" if is_asked_for else "the newest"
-        return stored, f"{which} run of {stage} did not pass"
+        if is_asked_for:
+            return stored, f"this run of {stage} did not pass"
+        return stored, f"the newest run of {stage} did not pass"
     if is_asked_for:
         return stored, ""
     now = _step(planner, record.stage).artifact

@@ -43,7 +43,9 @@ def going_on(project: Project, stage: Stage) -> tuple[tuple[str, ...], str]:
     These are the values that the project was read with, or else those of the most recent interrupted training.
     """
     lost = ""
-    unfinished = [] if project.sets else list(_unfinished(project))
+    unfinished: list[tuple[Path, tuple[str, ...]]] = []
+    if not project.sets:
+        unfinished = list(_unfinished(project))
     for index, (work, sets) in enumerate(unfinished):
         options = as_options(sets)
         if has_checkpoint(work):

@@ -8,7 +8,7 @@ from typing import Any
 
 from layerline.pipeline.config import bounded_yaml
 from layerline.pipeline.config.bounded_yaml import plain
-from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.errors import ConfigError, located
 from layerline.pipeline.untrusted import is_number, printable, storable
 
 Place = tuple[str | int, ...]
@@ -42,7 +42,9 @@ class Document:
         if storable(text) != text:
             raise ConfigError("it holds bytes that are not UTF-8", where=printable(where), hint="type it again")
         try:
-            parsed = plain(bounded_yaml.parse(value, where)) if value.strip() else None
+            parsed = None
+            if value.strip():
+                parsed = plain(bounded_yaml.parse(value, where))
         except bounded_yaml.NotYamlError:
             parsed = value  # a text that YAML would have in quotes
         target: Any = self.content
@@ -69,7 +71,7 @@ class Document:
             if keys == loc[: len(keys)] or (keys[: len(loc)] == loc and not is_in_file):
                 return ConfigError(f"{field}: {what}", where=_option(text), hint=hint)
         where = f"{self.path.name}:{position[0] + 1}:{position[1] + 1}"
-        return ConfigError(f"{field}: {what}" if field else what, where=where, hint=hint)
+        return ConfigError(located(field, what), where=where, hint=hint)
 
     def _position(self, loc: Place) -> tuple[Sequence[int], bool]:
         """Line and column, from 0, of the field or of what holds it; and whether the file has the field."""

@@ -113,10 +113,11 @@ def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]
         fields["external"] = [(place / name).as_posix() for name in look.beside]
     if data:
         fields["data"] = data.name
+    name_of_data = fields.get("data", "")
     sections = {"import-onnx": Section(fields)}
     hooks = Hooks(
         source=model.name,
-        data=data.name if data else "",
+        data=name_of_data,
         arrays=arrays,
         inputs=look.inputs or ("input",),
         whole=look.whole,
@@ -149,9 +150,10 @@ def from_checkpoint(
     if inputs:
         export = Section({"dynamic": {name: {0: "batch"} for name in inputs}})
     sections = {"import-weights": imported, "export": export}
-    hooks = Hooks(
-        source=weights.name, model_import=model_import, model=call, data=data.name if data else "", arrays=arrays
-    )
+    name_of_data = ""
+    if data:
+        name_of_data = data.name
+    hooks = Hooks(source=weights.name, model_import=model_import, model=call, data=name_of_data, arrays=arrays)
     return _write(folder, sections, hooks, {Path(weights.name): weights, **modules}, data)
 
 
@@ -264,7 +266,9 @@ def _write(
     sections = {**sections, "quantize": quantize}
     config = generated_files.pipe_yaml(project_name(folder), hooks.source, sections)
     texts = {Path("pipe.yaml"): config.encode(), Path("task.py"): hooks.text().encode()}
-    samples = {Path(data.name): data} if data else {}
+    samples: dict[Path, Path] = {}
+    if data:
+        samples = {Path(data.name): data}
     for name in (*copies, *samples):
         if name in texts:
             raise ConfigError(f"every project has a {name} of its own", where=str(name), hint="rename your file")

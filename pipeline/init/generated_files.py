@@ -185,8 +185,10 @@ class Hooks:
         }
         code += _SAMPLES
         if label:
-            is_class = self.arrays[label].dtype.kind in "iub"
-            code += _ACCURACY if is_class else _ERROR
+            evaluation = _ERROR
+            if self.arrays[label].dtype.kind in "iub":  # numbers of classes
+                evaluation = _ACCURACY
+            code += evaluation
         return python_file(about, imports, constants, code)
 
 

@@ -75,7 +75,9 @@ def _text(path: Path, head: bytes) -> StageError:
     except (ValueError, LookupError, TypeError, AttributeError):
         start = " ".join(head.decode("utf-8", "replace").split())
         return StageError(f"it is text, expected a checkpoint; it begins {start[:60]!r}", where=path.name)
-    kind = "safetensors.torch.load_file(f)" if str(first).endswith(".safetensors") else "torch.load(f)"
+    kind = "torch.load(f)"
+    if str(first).endswith(".safetensors"):
+        kind = "safetensors.torch.load_file(f)"
     files = ", ".join(map(str, [*shards[:4], *["…"] * (len(shards) > 4)]))
     return StageError(
         f"an index, which says in which file each tensor lies; they lie in {len(shards)} files: {files}",
@@ -98,7 +100,9 @@ def _refuse(
     places = [int(i) for i in at]
     if rows is not None and places:
         places[0] = int(rows[places[0]])
-    index = f"[{', '.join(map(str, places))}]" if places else ""
+    index = ""
+    if places:
+        index = f"[{', '.join(map(str, places))}]"
     raise ConfigError(
         f"{name}{index} is {array[at]}, expected {expected}; {int(bad.sum())} of {bad.size} elements are not that",
         where=where,

@@ -22,7 +22,9 @@ def score(metric: Metric, outputs: Any, targets: Any) -> dict[str, float]:
     `outputs` is an array, or a tuple of arrays where the model returns several; `targets` are as the data has them.
     """
     value = metric(outputs, targets)
-    named = value if isinstance(value, Mapping) else {"metric": value}
+    named = value
+    if not isinstance(value, Mapping):
+        named = {"metric": value}
     try:
         return {str(k): float(v) for k, v in named.items()}
     except (TypeError, ValueError) as error:

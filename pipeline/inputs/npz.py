@@ -79,7 +79,9 @@ def check_header(file: IO[bytes], size: int, where: str) -> None:
     if version not in ((1, 0), (2, 0), (3, 0)):
         raise ConfigError(f"it is of .npy format {version}, expected 1.0, 2.0 or 3.0", where=where)
     # Formats 2 and 3 differ in the header's encoding alone, which numpy's reader of 2 takes from latin-1.
-    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    read = npy.read_array_header_2_0
+    if version == (1, 0):
+        read = npy.read_array_header_1_0
     shape, _, dtype = read(file)
     if dtype.hasobject:
         raise ConfigError("it holds Python objects, expected numbers", where=where)
@@ -89,6 +91,7 @@ def check_header(file: IO[bytes], size: int, where: str) -> None:
     stored = size - file.tell()
     if expected != stored:
         sizes = printable(str(tuple(shape)), 80)
-        # Thousands of digits: Python itself refuses to print them.
-        needed = str(expected) if expected < 10**15 else "more than 10^15"
+        needed = "more than 10^15"
+        if expected < 10**15:  # Python itself refuses to print thousands of digits
+            needed = str(expected)
         raise ConfigError(f"its shape {sizes} of {dtype} takes {needed} bytes, it has {stored}", where=where)

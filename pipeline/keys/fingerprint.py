@@ -116,7 +116,9 @@ class Reader:
         except (SyntaxError, ValueError) as error:
             line = getattr(error, "lineno", None)
             message = getattr(error, "msg", error)
-            raise TaskError(f"it is not valid Python: {message}", where=f"{where}:{line}" if line else where) from error
+            if line:
+                where = f"{where}:{line}"
+            raise TaskError(f"it is not valid Python: {message}", where=where) from error
         return self._modules[path]
 
     def was_edited(self, path: Path, digest: str) -> bool:
@@ -252,7 +254,9 @@ class _Walk:
             if rebound:
                 self._runs(module, statement, f"{name} by {ast.unparse(statement)}")
         for index, statement in enumerate(module.bindings.get(name, ())):
-            label = name if index == 0 else f"{name} #{index}"
+            label = name
+            if index:
+                label = f"{name} #{index}"
             if rebound or syntax.runs_when_defined(statement):
                 self._runs(module, statement, label)
             self._statement(module, label, statement)

@@ -85,13 +85,17 @@ def _target(name: str, find: Callable[[str], Path | None]) -> tuple[str, bool]:
 def _facts(module: str, source: bytes, is_package: bool) -> str:
     """The digest of a module's syntax, and each `base:attribute` that it imports or names, all in one line."""
     tree = syntax.tree_of(source, module)
-    package = module if is_package else module.rpartition(".")[0]
+    package = module
+    if not is_package:
+        package = module.rpartition(".")[0]
     at_import = set(syntax.executed(tree))
     names: dict[str, None] = {}  # as an ordered set
     strings = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            when = "" if node in at_import else _LATER
+            when = _LATER
+            if node in at_import:
+                when = ""
             for base, attribute in imported(node, package):
                 names[f"{when}{base}:{attribute or ''}"] = None
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

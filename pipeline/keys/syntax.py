@@ -283,7 +283,9 @@ def _changed_names(statement: ast.stmt, module_names: set[str]) -> set[str]:
             changed |= {_root(node)} & module_names
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
             changed |= {_root(node.func)} & module_names
-    return changed and changed & _module_names(statement)  # none is the usual case, and compiling takes time
+    if not changed:  # the usual case, and compiling takes time
+        return changed
+    return changed & _module_names(statement)
 
 
 def _registers_subclasses(node: ast.AST) -> bool:

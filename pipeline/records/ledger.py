@@ -256,7 +256,9 @@ class Ledger:
         if not runs and not stage:
             raise PipeError("there is no run yet", hint="pipe run all")
         if run_id == "previous" and len(runs) == 1:
-            what = f"stage {stage} has had one result so far" if stage else "there is only one run"
+            what = "there is only one run"
+            if stage:
+                what = f"stage {stage} has had one result so far"
             raise PipeError(what, hint=f"the newest run is {runs[0].id}")
         if matching_runs:
             several = ", ".join(run.id for run in matching_runs[:5])
@@ -272,7 +274,9 @@ class Ledger:
         kept = {path for path, _ in runs[:keep]}
         dropped = [path for path in self._files(self._runs) if path not in kept]
         for path in self._files(self._keys):
-            record = self.get(path.stem) if path.suffix == ".json" else None
+            record = None
+            if path.suffix == ".json":
+                record = self.get(path.stem)
             if record is not None and record.digest in in_use:
                 reports.add(record.report)
             else:

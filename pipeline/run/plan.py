@@ -188,7 +188,10 @@ class Planner:
 def open_planner(project: Project, *, memo: bool = True) -> Planner:
     """A planner on the project's own state; with `memo` it believes earlier hashes of files untouched since."""
     state = project.state
-    hasher = Hasher(state / "cache" / "digests.json" if memo else None)
+    kept = None
+    if memo:
+        kept = state / "cache" / "digests.json"
+    hasher = Hasher(kept)
     return Planner(project, Store(state / "store", hasher), Ledger(state / "ledger"), hasher)
 
 
