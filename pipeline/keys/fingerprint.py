@@ -24,7 +24,7 @@ from pathlib import Path
 
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.hashing import Hasher
-from layerline.pipeline.keys import canonical, syntax
+from layerline.pipeline.keys import canonical, syntax, trees
 from layerline.pipeline.keys.imports import Finder, Origin
 from layerline.pipeline.keys.named_files import NamedFiles
 from layerline.pipeline.untrusted import storable
@@ -177,7 +177,7 @@ class _Walk:
             files=dict(sorted(self.files.digests.items())),
             folders=tuple(self.files.named_folders()),
             paths=self.files.paths,
-            function=bool(bound) and all(isinstance(statement, syntax.FUNCTIONS) for statement in bound),
+            function=bool(bound) and all(isinstance(statement, trees.FUNCTIONS) for statement in bound),
         )
 
     def _settle(self) -> None:
@@ -257,7 +257,7 @@ class _Walk:
             label = name
             if index:
                 label = f"{name} #{index}"
-            if rebound or syntax.runs_when_defined(statement):
+            if rebound or trees.runs_when_defined(statement):
                 self._runs(module, statement, label)
             self._statement(module, label, statement)
         for origin in module.imports.get(name, ()):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import layerline
 from layerline.pipeline.hashing import Hasher
-from layerline.pipeline.keys import canonical, syntax
+from layerline.pipeline.keys import canonical, trees
 from layerline.pipeline.keys.imports import Finder, imported
 
 _OWN = "layerline"
@@ -84,11 +84,11 @@ def _target(name: str, find: Callable[[str], Path | None]) -> tuple[str, bool]:
 @cache
 def _facts(module: str, source: bytes, is_package: bool) -> str:
     """The digest of a module's syntax, and each `base:attribute` that it imports or names, all in one line."""
-    tree = syntax.tree_of(source, module)
+    tree = trees.tree_of(source, module)
     package = module
     if not is_package:
         package = module.rpartition(".")[0]
-    at_import = set(syntax.executed(tree))
+    at_import = set(trees.executed(tree))
     names: dict[str, None] = {}  # as an ordered set
     strings = []
     for node in ast.walk(tree):
@@ -102,4 +102,4 @@ def _facts(module: str, source: bytes, is_package: bool) -> str:
             strings.append(node.value)
     if not module.startswith(_NOT_NAMED):
         names |= {f"{_LATER}{text}": None for text in strings if _NAMED.fullmatch(text)}
-    return " ".join([hashlib.sha256(syntax.dump(tree).encode()).hexdigest(), *names])
+    return " ".join([hashlib.sha256(trees.dump(tree).encode()).hexdigest(), *names])

@@ -1,4 +1,4 @@
-"""The user's code as syntax trees: what names stand for, what binds them, and what runs when a module is imported."""
+"""A module of the user's code: what its names stand for, what binds or changes them, and what runs on import."""
 
 from __future__ import annotations
 
@@ -7,22 +7,14 @@ import dis
 import hashlib
 import os
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
 
+from layerline.pipeline.keys.effects import changed_names, has_effect, registers_subclasses
 from layerline.pipeline.keys.imports import Finder, Origin
+from layerline.pipeline.keys.trees import bound_names, dump, executed, tree_of
 
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
-# Methods that change the object they belong to, whether they are called here or handed to another function.
-_CHANGES = frozenset(
-    {
-        *("__delitem__", "__setitem__", "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop"),
-        *("popitem", "popleft", "putenv", "register", "remove", "setdefault", "update"),
-    }
-)
 # Decorators of the standard library, of torch and of dataclass libraries that register nothing; a name stands for all
 # below it. Any other installed decorator may, so that what it decorates counts for every hook.
 _HARMLESS = frozenset(
@@ -119,44 +111,19 @@ def parse(path: Path, finder: Finder) -> Module:
             module.bindings.setdefault(name, []).append(statement)
     module_names = module.bindings.keys() | module.imports.keys()
     for statement in body:
-        for name in _changed_names(statement, module_names):
+        changed = changed_names(statement, module_names)
+        if changed:  # seldom, and compiling takes time
+            changed &= _module_names(statement)
+        for name in changed:
             if statement not in module.bindings.setdefault(name, []):
                 module.bindings[name].append(statement)
-    module.registers = any(map(_registers_subclasses, ast.walk(module.tree)))
+    module.registers = any(map(registers_subclasses, ast.walk(module.tree)))
     for statement in body:
         if isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass):
             continue
-        if not bound_names(statement) or any(_node_has_effect(module, node) for node in executed(statement)):
+        if not bound_names(statement) or has_effect(module, statement):
             module.effects.append(statement)
     return module
-
-
-def tree_of(source: bytes, name: str) -> ast.Module:
-    """The syntax tree of a file, without docstrings, without what never runs when it is imported."""
-    tree = ast.parse(source, filename=name)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list) and body:
-            kept = [statement for statement in body if not _never_runs(statement)]
-            if not kept and not isinstance(node, ast.Module):
-                kept = [ast.copy_location(ast.Pass(), body[0])]
-            node.body = kept  # type: ignore[attr-defined]
-    return tree
-
-
-def dump(value: object) -> str:
-    """A tree as text, the same for any layout and comments, and on every supported Python."""
-    if isinstance(value, ast.Constant):
-        return f"{type(value.value).__name__}:{value.value!r}"
-    if isinstance(value, list):
-        return f"[{','.join(map(dump, value))}]"
-    if not isinstance(value, ast.AST):
-        return repr(value)
-    parts = []
-    for name, inner in ast.iter_fields(value):
-        if name not in ("ctx", "kind", "type_comment", "type_ignores") and inner is not None and inner != []:
-            parts.append(f"{name}={dump(inner)}")
-    return f"{type(value).__name__}({','.join(parts)})"
 
 
 def imports(node: ast.AST, module: Module, finder: Finder) -> dict[str, list[Origin]]:
@@ -167,55 +134,6 @@ def imports(node: ast.AST, module: Module, finder: Finder) -> dict[str, list[Ori
             for name, origin in finder.origins(inner, module.package):
                 origins.setdefault(name, []).append(origin)
     return origins
-
-
-def runs_when_defined(statement: ast.stmt) -> bool:
-    """Whether the place of a statement among the others can matter; that of a plain function can't."""
-    return not isinstance(statement, FUNCTIONS) or len(list(executed(statement))) > 1
-
-
-def executed(statement: ast.AST) -> Iterator[ast.AST]:
-    """What runs when the statement does: of a function its decorators and defaults, of a class all but its methods."""
-    pending = [statement]
-    while pending:
-        node = pending.pop()
-        yield node
-        if isinstance(node, (*FUNCTIONS, ast.Lambda)):
-            pending += [*node.args.defaults, *(d for d in node.args.kw_defaults if d)]
-            pending += getattr(node, "decorator_list", [])
-        else:
-            pending += ast.iter_child_nodes(node)
-
-
-def bound_names(statement: ast.stmt) -> set[str]:
-    """Names a top-level statement binds, or whose value it changes (`config["lr"] = 1`, `net.width = 8`)."""
-    names: set[str] = set()
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        return names
-    pending: list[ast.AST] = [statement]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, _DEFINITIONS):
-            names.add(node.name)
-            continue  # what it binds inside is its own
-        if isinstance(node, ast.Lambda):
-            continue
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            names.add(node.id)
-        elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            called = {inner.func for inner in ast.walk(node.value) if isinstance(inner, ast.Call)}
-            names |= {n.id for n in ast.walk(node.value) if isinstance(n, ast.Name) and n not in called}
-        elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).split(".")[0])
-        elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
-            names.add(node.name)
-        elif isinstance(node, ast.MatchMapping) and node.rest:
-            names.add(node.rest)
-        if isinstance(node, ast.comprehension):  # its targets live in a scope of their own
-            pending += [node.iter, *node.ifs]
-        else:
-            pending += ast.iter_child_nodes(node)
-    return names
 
 
 def _compiled(tree: ast.Module) -> CodeType:
@@ -271,101 +189,3 @@ def _bind_imports(module: Module, statement: ast.stmt, finder: Finder) -> None:
                     module.imports.setdefault(name, []).append(origin)
                     if statement not in module.imported_by.setdefault(name, []):
                         module.imported_by[name].append(statement)
-
-
-def _changed_names(statement: ast.stmt, module_names: set[str]) -> set[str]:
-    """Top-level names that a function rebinds, or whose value it changes, whenever it is called."""
-    changed: set[str] = set()
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Global):
-            changed |= set(node.names)
-        elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            changed |= {_root(node)} & module_names
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
-            changed |= {_root(node.func)} & module_names
-    if not changed:  # the usual case, and compiling takes time
-        return changed
-    return changed & _module_names(statement)
-
-
-def _registers_subclasses(node: ast.AST) -> bool:
-    """Whether classes may be found by other means than their names: a metaclass, a hook, or a list of them."""
-    if isinstance(node, ast.keyword) and node.arg == "metaclass":
-        return ast.unparse(node.value).rpartition(".")[2] not in _PLAIN_METACLASSES
-    if isinstance(node, ast.Attribute):
-        return node.attr == "__subclasses__"
-    return isinstance(node, FUNCTIONS) and node.name == "__init_subclass__"
-
-
-def _never_runs(statement: ast.stmt) -> bool:
-    """A docstring, or an `if` that is false when the module is imported: for its own process or for type checkers."""
-    if isinstance(statement, ast.Expr):
-        return isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
-    return isinstance(statement, ast.If) and not statement.orelse and ast.unparse(statement.test) in _NEVER_RUN
-
-
-def _node_has_effect(module: Module, node: ast.AST) -> bool:
-    if isinstance(node, ast.Expr):
-        return not isinstance(node.value, ast.Constant)
-    if isinstance(node, ast.Call):
-        called = ast.unparse(node.func).lower()  # the names of seeds and registries say that they work by their effect
-        return module.is_ours(_root(node.func)) or "seed" in called or "regist" in called or _hands_on(module, node)
-    if isinstance(node, _DEFINITIONS):
-        return any(not _is_harmless(module, decorator) for decorator in node.decorator_list)
-    if isinstance(node, ast.Attribute) and node.attr in _CHANGES:
-        return True
-    if isinstance(node, ast.Attribute | ast.Subscript):  # another name may stand for the object that is changed
-        return not isinstance(node.ctx, ast.Load)
-    if isinstance(node, ast.AugAssign):  # `x += [1]` changes the list itself
-        return True
-    # `_ = f()`: the result isn't wanted, so the call is made for its effect.
-    return isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "_" for t in node.targets)
-
-
-def _hands_on(module: Module, call: ast.Call) -> bool:
-    """Whether an installed function gets a function of the project as an argument: it may call or keep it."""
-    if _is_harmless(module, call):
-        return False
-    applies = ast.unparse(call.func).rpartition(".")[2] in _APPLIES
-    for argument in [*call.args, *call.keywords]:
-        value = argument.value if isinstance(argument, ast.keyword | ast.Starred) else argument
-        if isinstance(value, ast.Lambda) and any(_node_has_effect(module, node) for node in ast.walk(value.body)):
-            return True
-        if isinstance(value, ast.Name):
-            definitions = module.bindings.get(value.id, ())
-            if any(isinstance(statement, FUNCTIONS) for statement in definitions):
-                return True
-        if applies and isinstance(value, ast.Name | ast.Attribute) and module.is_ours(_root(value)):
-            return True
-    return False
-
-
-def _is_harmless(module: Module, decorator: ast.expr) -> bool:
-    while isinstance(decorator, ast.Call):
-        decorator = decorator.func
-    if isinstance(decorator, ast.Attribute) and decorator.attr in _PROPERTY_PARTS:
-        return True
-    parts = _installed_name(module, decorator).split(".")
-    return any(".".join(parts[: length + 1]) in _HARMLESS for length in range(len(parts)))
-
-
-def _installed_name(module: Module, node: ast.expr) -> str:
-    """The full dotted name of something installed, `torch.no_grad` for any way to import it; empty when unknown."""
-    first, dot, rest = ast.unparse(node).partition(".")
-    if module.is_ours(first) or not all(part.isidentifier() for part in f"{first}{dot}{rest}".split(".")):
-        return ""
-    full_names = {origin.dotted for origin in module.imports.get(first, ()) if origin.exact} or {first}
-    if len(full_names) > 1:  # imported in two ways, as in try/except ImportError
-        return ""
-    return f"{full_names.pop()}{dot}{rest}"
-
-
-def _root(node: ast.AST) -> str:
-    """The name that a chain of attributes, items and calls starts from; empty where it starts from something else."""
-    while True:
-        if isinstance(node, ast.Attribute | ast.Subscript):
-            node = node.value
-        elif isinstance(node, ast.Call):
-            node = node.func
-        else:
-            return getattr(node, "id", "")

@@ -24,7 +24,7 @@ from layerline.pipeline.errors import PipeError, TaskError, Unavailable
 from layerline.pipeline.files import write_own
 from layerline.pipeline.inspection import CalledOnce, Finding, Inspection
 from layerline.pipeline.keys import canonical
-from layerline.pipeline.keys.syntax import bound_names
+from layerline.pipeline.keys.trees import bound_names
 from layerline.pipeline.nearest import closest
 from layerline.pipeline.run.plan import Planner, check_file, open_planner
 from layerline.pipeline.task import HOOKS
