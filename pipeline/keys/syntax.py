@@ -15,22 +15,6 @@ from layerline.pipeline.keys.effects import changed_names, has_effect, registers
 from layerline.pipeline.keys.imports import Finder, Origin
 from layerline.pipeline.keys.trees import bound_names, dump, executed, tree_of
 
-# Decorators of the standard library, of torch and of dataclass libraries that register nothing; a name stands for all
-# below it. Any other installed decorator may, so that what it decorates counts for every hook.
-_HARMLESS = frozenset(
-    {
-        *("classmethod", "property", "staticmethod"),
-        *("abc", "attr", "attrs", "contextlib", "dataclasses", "enum", "pydantic", "typing", "typing_extensions"),
-        *("functools.cache", "functools.cached_property", "functools.lru_cache", "functools.partialmethod"),
-        *("functools.singledispatch", "functools.singledispatchmethod", "functools.total_ordering", "functools.wraps"),
-        *("torch.compile", "torch.enable_grad", "torch.inference_mode", "torch.jit", "torch.no_grad"),
-    }
-)
-_PROPERTY_PARTS = ("deleter", "getter", "setter")
-_APPLIES = frozenset({"filter", "map", "reduce"})
-# A metaclass of these runs no code of the project when a class is defined.
-_PLAIN_METACLASSES = frozenset({"ABCMeta", "EnumMeta", "EnumType", "type"})
-_NEVER_RUN = frozenset({"__name__ == '__main__'", "'__main__' == __name__", "TYPE_CHECKING", "typing.TYPE_CHECKING"})
 # How the instructions end that use a name of the module, not one of a function; the last one is of Python 3.12.
 _OF_MODULE = ("_NAME", "_GLOBAL", "_GLOBALS")
 
