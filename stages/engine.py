@@ -75,8 +75,7 @@ class Engine(Stage):
     targets: tuple[Annotated[str, Field(coerce_numbers_to_str=True)], ...] = ()
     """Compute capabilities to build for (`"8.6"`), TensorRT-RTX only; without any, its own choice."""
     tolerance: float = Field(default=0.05, gt=0)
-    """Greatest relative L2 error of an output against onnxruntime, where a device runs the engine. Not run on a device
-    yet."""
+    """Greatest relative L2 error of an output against onnxruntime, where a device runs the engine."""
 
     def check(self, look: Inspection) -> None:
         with look.item("engine.profiles"):

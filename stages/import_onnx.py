@@ -88,11 +88,10 @@ class ImportOnnx(Stage):
     probes: PositiveInt = 4
     """Samples of `data` to compare on, beside the first ones and the other sizes."""
     tolerance: float | None = Field(default=None, ge=0)
-    """Greatest relative L2 error of a value against the file as given; else a stated multiple of what rounding does to
-    the value, measured here."""
+    """Greatest relative L2 error of a value against the file as given; else a multiple of what rounding does to it."""
     max_memory_gb: PositiveFloat | None = None
-    """Memory that the model may take while it is tried and compared, in GB (1e9 bytes), beyond four times the size of
-    its files; else 8, or half of this machine's where that is less."""
+    """Memory that the model may take while it is tried, in GB, beyond four times the size of its files; else 8, or half
+    of this machine's where that is less."""
     max_seconds: PositiveInt = 1800
     """How long the import may take."""
 

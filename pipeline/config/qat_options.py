@@ -21,11 +21,9 @@ class QatOptions(Fields):
     batch_size: PositiveInt = 64
     """Samples a batch; batches that come ready-made keep their size."""
     lr: PositiveFloat = 1e-4
-    """Greatest rate of AdamW for the weights, in a cosine with a short warm-up: a tenth to a hundredth of that of the
-    training before."""
+    """Greatest learning rate of the weights: a tenth to a hundredth of that of the training before."""
     learned_scales: bool = True
-    """Train the scales too. Otherwise those of activations stay as calibrated, and those of weights follow their
-    greatest elements."""
+    """Train the scales too; otherwise those of activations stay, and those of weights follow their largest elements."""
     scale_lr: PositiveFloat = 1e-2
     """The same for the scales: the share by which a step of the optimizer changes a scale at most."""
     freeze_after: float = Field(default=0.75, ge=0, le=1)
@@ -33,13 +31,13 @@ class QatOptions(Fields):
     distill: float = Field(default=0.0, ge=0, le=1)
     """Share of a second loss, with the float model as its teacher."""
     distill_loss: Literal["classes", "outputs"] = "classes"
-    """classes: the first output has logits of classes, whose softened probabilities are compared. outputs: all float
-    outputs are compared, by the mean square of their difference over the variance of the teacher's."""
+    """classes: compares the softened probabilities of the first output. outputs: compares all float outputs, by the
+    mean square of their difference over the teacher's variance."""
     ema_decay: float = Field(default=0.999, ge=0, lt=1)
     """Decay of the average of weights and scales that ships; 0: the last ones ship."""
     keep: Literal["better", "trained"] = "better"
-    """better: where the metric (without one, the outputs on samples) is worse than before the training, the model from
-    before is the result, and a note has both figures. trained: the trained model in any case."""
+    """better: the model from before the training, where its metric (without one, its outputs) is better. trained: the
+    trained model in any case."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Start of every random draw: order of samples, and what loss() draws."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -33,31 +33,27 @@ class QuantizeFields(Stage):
     """The configuration of quantize."""
 
     mode: Literal["int8", "fp8", "int4", "nvfp4", "qat", "fp16", "bf16", "none"] = "int8"
-    """int8: Q/DQ around layers with weights. fp8: the same in float8 e4m3, for compute capability 8.9 and later. int4,
-    nvfp4: weights of Gemm and MatMul alone, in blocks; nvfp4 for 10.0 and later. qat: int8 or fp8, with
-    weights and scales trained under fake quantisation. fp16, bf16: half precision wherever it is safe. none: passed on
-    as is."""
+    """int8, fp8: Q/DQ around layers with weights; fp8 needs compute capability 8.9. int4, nvfp4: weights of Gemm and
+    MatMul alone, in blocks; nvfp4 needs 10.0. qat: int8 or fp8, trained under fake quantisation. fp16, bf16: half
+    precision wherever it is safe. none: passed on as is."""
     target: Literal["tensorrt", "onnxruntime", "openvino"] = "tensorrt"
     """The runtime whose rules say which layers are quantised, and how. The engine stage takes tensorrt alone."""
     rest: Literal["fp32", "fp16", "bf16"] = "fp32"
     """In modes that quantise, the type of what stays float: TensorRT runs it as it is written."""
     calibrator: Literal["auto", "entropy", "percentile", "minmax", "mse"] = "auto"
-    """How the clipping threshold is chosen. auto tries the four others on a few samples and takes, for each value, the
-    one with the smallest error at the layers that read it; a layer that keeps less than 10 dB with each of them stays
-    float. Where the outputs keep clearly more with one calibrator for all values, that one is taken. Softmax, Sigmoid
-    and Clip have known bounds and use these. Ranges are those of all samples. Of eight samples and more some are held
-    out, and choices are judged on these. fp8 takes the greatest value, or the percentile where that is set."""
+    """How the clipping threshold is chosen. auto takes, for each value, the one of the four others with the smallest
+    error at the layers that read it, or one for all values where the outputs keep clearly more with it. Ranges are
+    those of all samples. Of eight samples and more some are held out, and choices are judged on these. fp8 takes the
+    greatest value, or the percentile where that is set."""
     percentile: float = Field(default=99.99, gt=0, le=100)
     """For calibrator percentile: per cent of the non-zero values that stay inside the range."""
     samples: PositiveInt = 512
     """Calibration samples at most."""
     selection: Selection = "even"
     """Which samples calibrate. even: spread evenly over the data. stratified: the same number of each `slice`, or else
-    of each label, and rare ones whole. coverage: of eight times as many, those whose activations differ most; these are
-    extremes, so take it for rare inputs that must not be clipped."""
+    of each label. coverage: those whose activations differ most, for rare inputs that must not be clipped."""
     stop_early: PositiveFloat | None = None
-    """Stop calibrating when the samples doubled twice and no range moved by more than this, in per cent. The report
-    shows how ranges move."""
+    """Stop calibrating when the samples doubled twice and no range moved by more than this, in per cent."""
     batch_size: PositiveInt = 16
     """Samples a run, where the data does not come in batches; more takes more memory."""
     nonfinite: Literal["stop", "skip"] = "stop"
@@ -65,16 +61,12 @@ class QuantizeFields(Stage):
     per_channel: bool = True
     """One scale for each output channel of a weight."""
     bias_correction: bool = False
-    """In mode int8 or fp8, take what quantisation adds to a channel on average off the bias of its layer, if the
-    outputs gain on held-out samples; the report says how much."""
+    """Take what quantisation adds to a channel on average off the bias of its layer, if the outputs gain by it."""
     repairs: tuple[Repair, ...] = ()
-    """In modes that quantise, what is tried before any training to lose less; each stays where the outputs gain on
-    samples that it was not fitted on, which takes eight calibration samples at least. For int8 layers: equalize:
-    channels that share a scale are evened out between layers with at most a Relu in between; in float that changes
-    roundings alone. smooth: the same behind normalisations (SmoothQuant). adaround: ranges of weights, and whether each
-    is rounded up or down, by the error of their layer's output. For int4 and nvfp4 layers: awq: inputs of large
-    magnitude are scaled down, and their weights up, by the error of the layers' outputs. gptq: weights are rounded one
-    input after another, and those that follow make up for the error."""
+    """What is tried before any training to lose less; each stays where the outputs gain on samples that it was not
+    fitted on. For int8 layers: equalize evens out the channels of neighbouring layers, smooth those behind
+    normalisations (SmoothQuant), adaround rounds weights by the error of their layer's output. For int4 and nvfp4
+    layers: awq scales large inputs down and their weights up, gptq lets later weights make up for the error."""
     attention: bool = False
     """Also quantise matrix products of two activations."""
     ops: tuple[str, ...] | None = None
@@ -84,19 +76,15 @@ class QuantizeFields(Stage):
     layers: dict[str, Literal["int8", "fp8", "int4", "nvfp4", "fp16", "bf16", "fp32", "skip"]] = Field(
         default_factory=dict
     )
-    """The format of single layers, by the name of a module with everything below it, of a value that the layer
-    computes, of its weight or of its node, or by a glob: `{"encoder.*.fc2": fp16, head: skip}`. skip is fp32; int8,
-    fp8, int4 and nvfp4 also hold where skip or auto would keep the layer float. Of several patterns the last
-    decides."""
+    """The format of single layers, by the name of a module with everything below it, of a value, a weight or a node,
+    or by a glob: `{"encoder.*.fc2": fp16, head: skip}`. skip is fp32. Of several patterns the last decides."""
     block_size: Literal[16, 32, 64, 128] = 32
     """Numbers of an int4 weight that share a scale; nvfp4 always has 16."""
     dynamic: bool = False
-    """Layers in nvfp4 also read activations in nvfp4, quantised in blocks while running. Only TensorRT runs that; its
-    operator stands in the model."""
+    """Layers in nvfp4 also read activations in nvfp4, quantised in blocks while running. Only TensorRT runs that."""
     max_drop: MaxDrop | None = None
-    """Greatest loss of any metric that passes, in the metric's own units; `0.5%` is that part of the float model's
-    value. Or by metric: `{accuracy: 0.5%, mse: {rise: 5%}}`, and the others are only shown. Judged by the point
-    estimate on eval_data(), beside which its 95 % interval is shown."""
+    """Greatest loss of any metric on eval_data() that passes, in the metric's own units; `0.5%` is that part of the
+    float model's value. Or by metric: `{accuracy: 0.5%, mse: {rise: 5%}}`, and the others are only shown."""
     min_db: float = Field(default=10.0)
     """Least SQNR of an output, in dB over samples of eval_data(), else of calibration, that passes where no metric was
     measured; 25 with search. Of class indices and truth values the elements that differ are counted: 10 dB is one in
@@ -104,13 +92,12 @@ class QuantizeFields(Stage):
     min_cosine: float | None = Field(default=None, ge=-1, le=1)
     """Least cosine between an output and the float model's, where no metric was measured."""
     search: bool = False
-    """In modes that quantise, find the cheapest formats that keep max_drop (0.5% of each metric, if it is not set), or
-    min_db without a metric: layers that the budget needs stay float, in fp16 where that holds too and `rest` is not
-    set. Tries bias_correction and repairs before (all for the mode, if repairs is not set). `pipe tune` sets it."""
+    """Find the cheapest formats that keep max_drop (0.5% of each metric, if it is not set), or min_db without a metric,
+    after bias_correction and repairs were tried. `pipe tune` sets it."""
 
     try_fp8: bool = False
-    """In a search of mode int8, what the budget keeps from int8 is tried in fp8 before fp16: half of the bytes, for
-    compute capability 8.9 and later. `pipe tune` sets it where engine.targets has nothing older."""
+    """In a search of mode int8, what the budget keeps from int8 is tried in fp8 before fp16. `pipe tune` sets it where
+    engine.targets has nothing older than 8.9."""
 
     qat: QatOptions | None = None
     """For mode qat, how it trains."""
