@@ -120,13 +120,13 @@ class Task:
                 raise
             if ran_out_of_memory(error):
                 raise machine_lacks(MemoryError()) from error
-            seen = ""
+            called_with = ""
             if on is not None:
-                seen = f" on {on()}"
+                called_with = f" on {on()}"
             named = [f"{name}: {outlined(value)}" for name, value in arguments().items() if name]
             if named:
-                seen = f"; it was called with {', '.join(named)}"
-            raise self._blame(what, error, seen) from error
+                called_with = f"; it was called with {', '.join(named)}"
+            raise self._blame(what, error, called_with) from error
         if complaint := process_env.put_right():
             raise TaskError(f"{what} {complaint[0]}", where=self.path.name, hint=complaint[1])
 

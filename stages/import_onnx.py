@@ -111,14 +111,14 @@ class ImportOnnx(Stage):
         model = as_ir(light)
         symbolic_dims.name(model, {name: array.ndim for name, array in arrays.items()})
         inputs = signature(model).inputs
-        seen = Look(
+        look = Look(
             beside=onnx_files.external_files(light, path),
             inputs=tuple(value.name for value in inputs),
         )
         if not data:
-            return seen
+            return look
         samples = feed_sources.samples(arrays, inputs, data.name)
-        return replace(seen, whole=tuple(sorted(samples.whole)), numbers=tuple(sorted(samples.numbers)))
+        return replace(look, whole=tuple(sorted(samples.whole)), numbers=tuple(sorted(samples.numbers)))
 
     def files(self) -> tuple[str, ...]:
         """The model, its weights and the samples: their content is part of the key."""
@@ -129,16 +129,16 @@ class ImportOnnx(Stage):
 
     def check(self, look: Inspection) -> None:
         with look.item("import-onnx.file"):
-            seen: _Looked = self._isolated(_looked, look.root, log=_Silent())
-            look.ok("import-onnx.file", f"{self.file}: {seen.nodes} nodes")
+            looked: _Looked = self._isolated(_looked, look.root, log=_Silent())
+            look.ok("import-onnx.file", f"{self.file}: {looked.nodes} nodes")
             with look.item("import-onnx.dims"):
-                if seen.signature is None:
-                    raise seen.error
-                look.shared["signature"] = seen.signature
-                look.shared["ops"] = seen.ops
-                look.shared["names"] = seen.names
+                if looked.signature is None:
+                    raise looked.error
+                look.shared["signature"] = looked.signature
+                look.shared["ops"] = looked.ops
+                look.shared["names"] = looked.names
                 look.shared["run"] = lambda feed: self._isolated(_tried, look.root, feed, log=_Silent())
-                shapes = [f"{value.name} {value.shape}" for value in seen.signature.inputs]
+                shapes = [f"{value.name} {value.shape}" for value in looked.signature.inputs]
                 look.ok("import-onnx.dims", ", ".join(shapes) or "no inputs")
 
     def run(self, work: Work) -> Report:

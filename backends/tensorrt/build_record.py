@@ -55,7 +55,7 @@ def engine_json(built: Built, profiles: Sequence[Profile], **facts: Any) -> dict
         **facts,
         "version": built.version,
         "compute_capabilities": list(built.targets) or ["default"],
-        "profiles": [{name: vars(limits) for name, limits in profile.items()} for profile in profiles],
+        "profiles": [dict(zip(profile, map(vars, profile.values()), strict=True)) for profile in profiles],
         "inputs": [vars(t) for t in built.inputs],
         "outputs": [vars(t) for t in built.outputs],
         "layers": {
@@ -71,17 +71,13 @@ def engine_json(built: Built, profiles: Sequence[Profile], **facts: Any) -> dict
 
 def layers_json(layers: Sequence[Layer], onnx_names: OnnxNames) -> list[dict[str, Any]]:
     """The content of layers.json: one row per network layer. `node` and `module` are empty for the parser's helpers."""
-    return [
-        {
-            "name": layer.name,
-            "type": layer.type,
-            "precision": layer.precision,
-            "outputs": [vars(t) for t in layer.outputs],
-            "node": layer.node,
-            "module": onnx_names.modules.get(layer.node, ""),
-        }
-        for layer in layers
-    ]
+    rows: list[dict[str, Any]] = []
+    for layer in layers:
+        row: dict[str, Any] = {"name": layer.name, "type": layer.type, "precision": layer.precision, "node": layer.node}
+        row["outputs"] = [vars(output) for output in layer.outputs]
+        row["module"] = onnx_names.modules.get(layer.node, "")
+        rows.append(row)
+    return rows
 
 
 def diffs(layers: Sequence[Layer], onnx_names: OnnxNames) -> tuple[LayerDiff, ...]:

@@ -92,7 +92,7 @@ def _suspects(function: str, text: str, path: Path) -> tuple[str, list[str]]:
     if not nodes:
         return "", []
     words = set(re.findall(r"\w+", text.lower()))
-    with_attribute = [node for node in nodes if not words.isdisjoint(name.lower() for name in node.attributes)]
+    with_attribute = [node for node in nodes if not words.isdisjoint(map(str.lower, node.attributes))]
     return op, [node.name or first_output(node) for node in with_attribute or nodes]
 
 

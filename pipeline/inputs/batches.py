@@ -124,7 +124,10 @@ def collate(samples: Sequence[Any], stack: Callable[[list[Any]], Any]) -> Any:
     """Samples as one batch, as torch's default_collate makes it; `stack` joins leaves. ValueError or KeyError."""
     first = samples[0]
     if isinstance(first, Mapping):
-        return {k: collate([s[k] for s in samples], stack) for k in first}
+        collated = {}
+        for name in first:
+            collated[name] = collate([sample[name] for sample in samples], stack)
+        return collated
     if isinstance(first, tuple | list):
         return tuple(collate(list(part), stack) for part in zip(*samples, strict=True))
     return stack(list(samples))
