@@ -34,6 +34,7 @@ def get(name: str) -> Backend:
         raise ConfigError(f"no backend is called {name!r}", hint=hint.lstrip())
     module, _, attribute = table[name].partition(":")
     try:
+        # Imported on use: a command that needs no runtime must not load one.
         backend: Backend = getattr(import_module(module), attribute)()
     except Exception as error:  # the code of another distribution
         raise Unavailable(f"{table[name]} can't be loaded: {error}", where=f"backend {name}") from error

@@ -79,6 +79,7 @@ def from_ir(model: ir.Model) -> Light:
     values = dict(stored)
     weights: dict[str, ir.TensorProtocol] = {}
     for name, value in values.items():
+        # Only the main graph: tensors in the bodies of control flow stay where they are.
         tensor = value.const_value
         if tensor is not None and travels(tensor.dtype.value, tensor.nbytes):
             weights[name] = tensor

@@ -62,6 +62,7 @@ class OnnxRuntime:
         options.log_severity_level = 4
         options.intra_op_num_threads = self.threads
         if self.few_runs:
+            # Prepacking copies every weight into the layout of its kernel.
             options.add_session_config_entry("session.disable_prepacking", "1")
         for key, value in self.config.items():
             options.add_session_config_entry(key, value)
@@ -75,6 +76,7 @@ class OnnxRuntime:
         if isinstance(model, bytes | Path):
             source = model if isinstance(model, bytes) else str(model)
         else:
+            # Of a model in memory only the graph is serialised: a message takes 2 GiB at most.
             source, weights = _bytes(model, options, optimised=self.defaults)
         try:
             if taps:
@@ -99,6 +101,7 @@ def int8_flag(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
     """The CPU's flag for 8-bit dot products; "" where it has none, None where that is unknown."""
     if not cpuinfo.is_file():
         return None
+    # All lines of the file: the flags of each core are words of their own.
     flags = set(cpuinfo.read_text("utf-8", errors="replace").split())
     for flag in _INT8_FLAGS:
         if flag in flags:
@@ -159,6 +162,7 @@ def _bytes(model: Model, options: Any, *, optimised: bool) -> tuple[bytes, list[
     weights = {name: weight for name, weight in parts.weights.items() if name in read}
     values: list[Any] = []  # which hold their arrays
     for name, weight in weights.items():
+        # By the ONNX type: numpy has neither bfloat16 nor 8-bit floats.
         values.append(ort.OrtValue.ortvalue_from_numpy_with_onnx_type(light.as_integers(weight), weight.dtype))
         if not optimised:
             options.add_initializer(name, values[-1])
@@ -177,6 +181,7 @@ def _with_taps(source: str | bytes, taps: Sequence[str]) -> bytes:
     values = {tensor.name for tensor in model.graph.initializer}
     for node in model.graph.node:
         values.update(node.output)
+    # What is an output already must not be declared twice.
     values.difference_update(output.name for output in model.graph.output)
     model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(tap) for tap in taps if tap in values)
     data: bytes = model.SerializeToString()

@@ -25,6 +25,7 @@ class OpenVino:
         core = _core()
         try:
             source = io.BytesIO(model) if isinstance(model, bytes) else str(model)
+            # The reader folds constants: a tap inside of a folded part is not there any more.
             graph = core.read_model(source)
             outputs = [o.get_any_name() for o in graph.outputs]
             values = set[str]()
@@ -35,7 +36,9 @@ class OpenVino:
             if kept:
                 graph.add_outputs(kept)
             return OpenVinoSession(
-                core.compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}), [*outputs, *kept]
+                # Without the hint, CPUs that have bfloat16 compute float layers in it.
+                core.compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}),
+                [*outputs, *kept],
             )
         except Exception as error:
             raise StageError(

@@ -69,6 +69,7 @@ class Limits:
 
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
         most = pages * resource.getpagesize() + _SLACK + self.memory
+        # A limit that the user has set stays the upper one.
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         if hard != resource.RLIM_INFINITY:
             most = min(most, hard)
@@ -103,6 +104,7 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
         StageError: the process crashed; says by which signal and what it printed last.
     """
     with temporary_folder() as folder:
+        # The personality is inherited when the process starts; the caller keeps its own.
         with _fixed_addresses():
             process = _start(folder, function, args, None)
         _wait(process)
@@ -124,6 +126,7 @@ def bounded(function: Callable[..., Any], *args: Any, limits: Limits, log: Log) 
         while process.returncode is None:
             _wait(process, _TICK)
             texts = _said(folder, "say")
+            # The file grows by whole lines, so what was passed on before is not read twice.
             for text in texts[passed_on:]:
                 log.say(text)
             passed_on = len(texts)
@@ -157,7 +160,9 @@ def repeatable() -> bool:
 def _start(
     folder: Path, function: Callable[..., Any], args: tuple[Any, ...], limits: Limits | None
 ) -> subprocess.Popen[bytes]:
+    # By file, not by a pipe: a pipe that nobody reads would hold both processes up.
     (folder / _REQUEST).write_bytes(pickle.dumps((function, args, limits)))
+    # Sets of strings are gone through in the same order every time.
     env = {**os.environ, "PYTHONHASHSEED": "0"}
     if limits is not None:
         # glibc reserves addresses for each thread, which would count against a limit of memory.
@@ -243,6 +248,7 @@ def main() -> None:
         limits.apply()
     outcome: Any
     try:
+        # A thread of its own: see above.
         with ThreadPoolExecutor(1) as fresh:
             outcome = fresh.submit(function, *args).result()
     except PipeError as error:
@@ -254,6 +260,7 @@ def main() -> None:
             outcome = StageError(what, hint=limits.hint)
     except OSError as error:
         outcome = machine_lacks(error)
+    # Renamed when it is whole: the caller takes a file that is there for the outcome.
     partial = place.with_suffix(".partial")
     try:
         partial.write_bytes(pickle.dumps(outcome))

@@ -124,6 +124,7 @@ class Inspection:
             return
         names = set(self.need("names"))
         if not all(_is_meant(pattern, names) for pattern in patterns) and "all names" in self.shared:
+            # Only now: names of what the model does not keep take a pass over the whole program.
             names |= self.shared["all names"]()
         for pattern in patterns:
             if not _is_meant(pattern, names):

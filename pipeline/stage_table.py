@@ -75,6 +75,7 @@ def stand_in(name: str, use: str) -> type[Stage]:
             f"stage {use} gives {replacement.gives!r}, but {name} gives {original.gives!r}",
             hint=f"a stage that stands in for {name} has gives = {original.gives!r}",
         )
+    # A class of its own: keys, checks and errors see the name of the place, and the code of the replacement.
     namespace = {
         "__module__": replacement.__module__,  # whose code is part of the key
         "__doc__": replacement.__doc__,

@@ -175,6 +175,7 @@ class Task:
 
     def _blame(self, what: str, error: BaseException, on: str) -> TaskError:
         text = words(error)
+        # The innermost line of the project, not of torch, is where the user can do something.
         frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
         if "Original Traceback" in text:  # of a loader's worker process: its frames are in the text alone
             frames += _FRAME.findall(text)
@@ -208,6 +209,7 @@ def _put_first_on_path(folder: Path) -> None:
             del sys.modules[name]
     sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
     GUARD.protect(folder)
+    # Finders keep what they saw in a folder; files may have come since.
     for entry in [e for e in sys.path_importer_cache if is_own_folder(Path(e), folder)]:
         del sys.path_importer_cache[entry]
     if folder not in _HOOKED:
@@ -269,6 +271,7 @@ GUARD = Guard()
 @cache
 def _needed() -> frozenset[str]:
     """Top-level modules of Layerline's distribution, of what it requires, and of what that requires."""
+    # Requirements of requirements too: torch imports networkx, which must not be the project's.
     wanted, pending = {_OURS}, [_OURS]
     while pending:
         name = pending.pop()

@@ -60,6 +60,7 @@ class Ema(Stage):
             example = batches.example_inputs(work.task, forward=model.forward)
             online, averaged = checkpoint.weights(path)
             shipping.ship(model, example, averaged if self.weights == "ema" else online, work.out)
+            # After shipping: comparing loads the online weights into the model, and the averaged ones last.
             effects = shipping.compared(model, example, online, averaged)
             is_same = shipping.same(online, averaged)
             notes: tuple[str, ...] = ()

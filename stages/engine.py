@@ -104,14 +104,17 @@ class Engine(Stage):
         folder = work.inputs["model"]
         path = folder / onnx_files.FILE
         model, signature = onnx_files.read_model(path), Signature.load(folder)
+        # Profiles are made from the signature, so it has to be that of this file.
         _check_signature(model, signature)
         profiles = self._resolved(signature)
+        # Before the build: the builder accepts some faults silently, and reports others without a name.
         narrowed = checks.examine(model, self.targets)
         backend, why = self._choose(profiles)
         work.log.say(f"building with {backend.name}: {why}")
         onnx_names = build_record.names(model)
         start = time.perf_counter()
         built = _build(backend, path, model, onnx_names.modules)
+        # Timings are shown, but stand in no file: the same model gives the same artifact.
         seconds = time.perf_counter() - start
         facts: dict[str, Any] = {
             "runtime": backend.name,
@@ -124,10 +127,12 @@ class Engine(Stage):
         (work.out / PLAN).write_bytes(built.plan)
         record = build_record.engine_json(built, profiles, **facts)
         layers = build_record.layers_json(built.layers, onnx_names)
+        # Sorted keys, so that the same content gives the same bytes.
         for name, content in ((RECORD, record), (LAYERS, layers)):
             (work.out / name).write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", "utf-8")
         rows = build_record.diffs(built.layers, onnx_names)
         probes = probe_files.load(folder)
+        # Rows without figures where no device is there to run the engine.
         rows, notes = compare_engine(backend, path, work.out / PLAN, probes, rows, self.tolerance)
         for note in notes:
             work.log.say(note)
@@ -168,6 +173,7 @@ class Engine(Stage):
         """The TensorRT to build with, and the reason for the choice."""
         from layerline.backends.tensorrt.builder import TensorRT
 
+        # TensorRT times kernels on the device that it builds on, so it is preferred where there is one.
         lacking = TensorRT("tensorrt").build_reason()
         name: str = self.runtime
         if name != "auto":
@@ -199,6 +205,7 @@ def _check_signature(model: ir.Model, signature: Signature) -> None:
             where="signature.json",
         )
     for name, dims in declared.items():
+        # Dynamic sizes may have other names on the two sides; only fixed ones are compared.
         sizes = [dim if isinstance(dim, int) and dim >= 0 else "?" for dim in dims]
         if sizes != [size if isinstance(size, int) else "?" for size in signed[name]]:
             shapes = [", ".join(map(str, shape)) for shape in (sizes, signed[name])]
@@ -243,6 +250,7 @@ def _gates(built: Built) -> tuple[Gate, ...]:
 
     if not any(layer.type == "QUANTIZE" for layer in built.layers):
         return ()
+    # One product in a quantised type is enough: some layers stay float on purpose.
     precisions = compute_precisions(built.layers)
     in_words = ", ".join(f"{n} in {precision}" for precision, n in precisions.items()) or "none"
     return (

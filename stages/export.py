@@ -137,6 +137,7 @@ class Export(Stage):
         work.log.say(f"{nodes} nodes; comparing {values} values on {len(probes)} feeds")
         rule = None
         if self.tolerance != "auto":
+            # Absolute bounds in place of the measured noise floor.
             rule = Within(rtol=self.tolerance.rtol, atol=self.tolerance.atol)
         result = parity(traced, probes, rule)
         # A failure with several axes at once does not say which of them is at fault.
@@ -182,6 +183,7 @@ class Export(Stage):
         with look.item("export.dynamic"):
             module, example = look.need("network"), look.need("example")
             refuse_training(module)
+            # With the untrained module: its graph is the same as that of the trained one.
             call, axes = self._call(module, look.task, example)
             early_checks.refuse_sizes(call, axes)
             places = [f"{name} axis {axis} is {axis_name}" for (name, axis), axis_name in axes.names.items()]
@@ -191,6 +193,7 @@ class Export(Stage):
             with look.item("export"):
                 signature, names, ops = early_checks.traced(call, axes, self.opset, look.root)
                 look.shared["signature"], look.shared["names"], look.shared["ops"] = signature, names, ops
+                # Made on demand: it takes another pass over the program.
                 look.shared["all names"] = early_checks.all_names(call, axes, self.opset, look.root)
                 look.shared["run"] = lambda feed: [*call.run(feed).values()]
                 look.ok("export", f"forward() can be traced; outputs {', '.join(call.outputs)}")

@@ -74,6 +74,7 @@ class Fuse(Stage):
 
         case, fused = self._fuse(work)
         rows = _compare(case, fused)
+        # The file that later stages read, and beside it what was rewritten and what declined.
         onnx_files.save(fused.model, work.out)
         rewrite_log.save(work.out, fused)
         # The fused model has the same inputs, and its values the same floors.
@@ -82,11 +83,13 @@ class Fuse(Stage):
                 shutil.copyfile(work.inputs["model"] / name, work.out / name)
         work.log.say(f"{_nodes(fused.model)} nodes out; {len(fused.proofs)} rewrites proved")
         outputs = names(fused.model.graph.outputs)
+        # Also in a default session, as users open it: its optimisations may meet what the comparison did not.
         allowed = default_session.limits(case.floors, outputs)
         gates, session_notes = default_session.check(work.out / onnx_files.FILE, case.feeds, allowed=allowed)
         notes = [*case.notes, *fused.notes, *session_notes]
         if not all(row.passed for row in rows):
             firing = self._guilty(case, fused)
+            # Each rewrite was proved by itself; together they may still round more than the floor allows.
             note = "no single rewrite is to blame for the values beyond their floor"
             if firing is not None:
                 rule, value = firing.site.rule, firing.site.value
@@ -138,6 +141,7 @@ class Fuse(Stage):
         notes: list[str] = []
         floors = noise_floor.load(folder)  # torch's own, if the model came from torch
         if not floors:
+            # A model that came as ONNX has no torch to compare with.
             floors = compare_models.floors(model, feeds)
             notes = ["noise floors measured by moving every weight and float input by one rounding step at random"]
         chosen = _unlike(feeds, self.proof_feeds)
@@ -148,6 +152,7 @@ class Fuse(Stage):
         from layerline.graph.fusion.fuse import guilty
 
         def good(some: Rewritten) -> bool:
+            # A prefix of the rewrites: values that it did not move yet are still under their own names.
             candidate = dataclasses.replace(fused, model=some.model, firings=some.firings)
             return all(row.passed for row in _compare(case, candidate))
 

@@ -149,6 +149,7 @@ class ImportOnnx(Stage):
         """What `function(self, root, limits, *args)` gives in a process of bounded memory and time."""
         from layerline.backends.subprocess_build import GB, Limits, bounded, machine_memory
 
+        # A model is a program of strangers: it runs where memory and time are bounded.
         files = [root / name for name in self.files()]
         stored = sum(path.stat().st_size for path in files if path.is_file())
         computed = min(_MOST_MEMORY * GB, machine_memory() / 2)
@@ -179,12 +180,14 @@ class ImportOnnx(Stage):
         adopted, declared, constants = self._settle(adopted, limits)
         model = adopted.model
         feeder, fed = self._feed(log, adopted, declared, arrays, constants)
+        # Sizes that only run together get one name, and those that never vary become numbers.
         symbolic_dims.write(model, feeder.same, feeder.fixed)
         feeds = [*fed.feeds, *feeder.edges]
         runs = [(feed, feeder.run(feed)) for feed in feeds]
         symbolic_dims.settle(model, symbolic_dims.places(model), runs)
         log.say(f"{len(model.graph)} nodes; comparing every value on {len(feeds)} feeds")
         rows, notes = import_report.unchanged(adopted, [feeder.whole(feed) for feed in feeds], self.tolerance)
+        # What onnx itself objects to in the saved file is told, and does not stop: runtimes take more than the checker.
         objections = import_report.save_checked(model, out)
         probe_files.save(out, fed.feeds)
         signature(model, feeder.dims, fed.ranges).save(out)
@@ -229,6 +232,7 @@ class ImportOnnx(Stage):
         from layerline.onnx_import import allocation_sizes, normalize_import, symbolic_dims
 
         declared = self._declare(adopted.model, symbolic_dims.places(adopted.model))
+        # Inputs that become constants may decide branches, and with them what has to be held in memory.
         constants = normalize_import.freeze(adopted.model, self.values)
         # Before anything of the file is computed, and again once branches are decided.
         allocation_sizes.refuse_unbounded(adopted.model, limits.memory, limits.hint)
@@ -277,6 +281,7 @@ class ImportOnnx(Stage):
         from layerline.onnx_import import feeds as foreign
         from layerline.onnx_import.size_search import Feeder
 
+        # Named in the error, should the process run out of its time.
         for loop in allocation_sizes.described_loops(adopted.model):
             log.suspect(loop)
         refuse_training(adopted.model)

@@ -79,11 +79,13 @@ class ImportWeights(Stage):
         from layerline.training.state import foreign_files, state_dict_match
 
         model = shipping.network(work.task)
+        # From the copy that was hashed: the original may change while it is read.
         tree, notes = foreign_files.read(work.sources / self.file, trust=self.trust)
         online, averages = state_dict_match.choose(tree, model, key=self.key, ignore=self.ignore)
         fit = self._chosen(online, averages)
         state_dict_match.check(fit, canonical_names.named(model))
         work.log.say(f"{len(fit.tensors)} tensors in {fit.state.where}")
+        # Golden inputs and outputs of these weights: export proves itself on them.
         example = batches.example_inputs(work.task, forward=model.forward)
         shipping.ship(model, example, fit.tensors, work.out)
         reference, rows = _rows(model, example, fit, online, averages)

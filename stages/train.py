@@ -149,10 +149,12 @@ class Train(Stage):
         from layerline.training.state import checkpoint
 
         config, device = self.config(), self._device()
+        # Bit for bit the same on one machine: a resumed run has to end where a straight one does.
         with train_loop.deterministic(), ranks.together(), memory_errors():
             run = train_loop.prepare(work.task, config, device=device, parts=work.parts, **self._length())
             train_loop.train(run, work.scratch, work.log, save_every=config.monitor.save_interval)
             run.mo.export_metrics(work.out / "metrics.csv")
+            # With keep_best, the weights of the best validation ship, and the report says of which step.
             best = train_loop.take_best(run)
             checkpoint.save(run.mo, work.out / "checkpoint.safetensors", timings=False)
             if run.lane.skipped:
@@ -163,6 +165,7 @@ class Train(Stage):
         from layerline.training.run import hook_trial
 
         length = self._length()
+        # Workers change the speed alone, and two samples need none.
         del length["workers"]
         hook_trial.try_training_hooks(look, self.config(), device=self._device, **length)
 
@@ -293,6 +296,7 @@ def _report(run: Run, best: str) -> Report:
     from layerline.training.model.split_tensors import whole
     from layerline.training.run import train_loop
 
+    # The stage trains one network; only loops of people's own have several.
     (lane,) = run.mo.lanes.values()
     # Sharded parameters are put together first.
     records = tuple(_record(run, name, whole(tensor.detach())) for name, tensor in lane.named.params.items())

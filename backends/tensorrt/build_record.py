@@ -85,6 +85,7 @@ def diffs(layers: Sequence[Layer], onnx_names: OnnxNames) -> tuple[LayerDiff, ..
     records: list[LayerDiff] = []
     for layer in layers:
         for tensor in layer.outputs:
+            # Helpers of the parser compute values that the ONNX does not name.
             node = onnx_names.values.get(tensor.name)
             if node is None:
                 continue

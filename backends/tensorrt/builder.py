@@ -119,18 +119,21 @@ class TensorRT:
         messages = _messages(trt)
         messages.clear()
         builder = trt.Builder(messages.logger)
+        # Strongly typed: the builder may not choose another precision than the model says.
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         parser = trt.OnnxParser(network, messages.logger)
         if not parser.parse_from_file(model.name):
             raise parse_failed([parser.get_error(i) for i in range(parser.num_errors)], modules, Path(model.name))
         _refuse_shape_inputs(network)
         _prepare(trt, network, taps)
+        # Before the build: as the file declares it, not as the builder fuses it.
         layers = describe(network)
         inputs = tuple(tensor(network.get_input(i)) for i in range(network.num_inputs))
         outputs = tuple(tensor(network.get_output(i)) for i in range(network.num_outputs))
         plan = builder.build_serialized_network(network, self._config(trt, builder))
         if plan is None:
             raise build_failed(messages, layers, modules)
+        # The builder warns of such a profile, and leaves an engine that fails at run time.
         error = inconsistent(messages, layers, modules)
         if error is not None:
             raise error
@@ -159,6 +162,7 @@ class TensorRT:
         elif taps:
             raise StageError(f"an engine can't give inner values ({taps[0]}, …); open the ONNX file", where="taps")
         else:
+            # Anything else is an engine that was built before.
             plan = model if isinstance(model, bytes) else model.read_bytes()
         trt = _module(self.name)
         messages = _messages(trt)
@@ -203,6 +207,7 @@ def _messages(trt: Any) -> Messages:
 
 
 def _set_targets(trt: Any, config: Any, targets: Sequence[str]) -> None:
+    # Members are called SM86 or SM120: the last digit is the minor version.
     capabilities: dict[str, Any] = {}
     for name, capability in trt.ComputeCapability.__members__.items():
         digits = re.fullmatch(r"SM(\d+)(\d)", name)
@@ -223,6 +228,7 @@ def _set_targets(trt: Any, config: Any, targets: Sequence[str]) -> None:
 def _refuse_shape_inputs(network: Any) -> None:
     for i in range(network.num_inputs):
         network_input = network.get_input(i)
+        # TensorRT asks for such numbers on the host and in a range of values, which no profile here has.
         if network_input.is_shape_tensor:
             raise StageError(
                 "the values of this input decide sizes inside the network; TensorRT has to know them when it builds",
@@ -250,6 +256,7 @@ def _prepare(trt: Any, network: Any, taps: Sequence[str]) -> None:
 def _memory(messages: Messages) -> dict[str, int]:
     """Bytes by purpose, from the builder's last sentences about each."""
     sizes: dict[str, int] = {}
+    # The builder says this in its log alone.
     for text in messages.of("INFO"):
         for key, phrase in _MEMORY.items():
             match = re.search(rf"{phrase}: (\d+) bytes", text)

@@ -31,6 +31,7 @@ def examine(model: Model, targets: Sequence[str] = ()) -> tuple[str, ...]:
 
     Returns the names of the float64 values: the engine takes, computes and returns them in float32.
     """
+    # With functions inlined: the parser sees their nodes, not their calls.
     graph = inferred(model)
     refused = (*_refusals(graph), *_unsupported(graph, targets))
     if refused:
@@ -122,6 +123,7 @@ def _recurrent(site: NodeSite) -> Iterator[Refusal]:
     """A recurrent operator becomes a loop; the builder loses track of loops in a conditional's branches."""
     if site.node.op_type not in _RECURRENT:
         return
+    # From the outermost: deciding that one may take the whole branch away.
     for index, outer in enumerate(site.inside):
         if outer.op_type == "If" and not _readable(outer.inputs[0]):
             decided_by, hint = _settle(outer, site.inside[:index])
@@ -139,6 +141,7 @@ def _ranks(site: NodeSite) -> Iterator[Refusal]:
     if node.op_type != "If" or is_foldable(node.inputs[0]):
         return
     condition = Symbols().of(node.inputs[0])
+    # Its value follows from the sizes: fuse or the parser leaves one branch.
     if condition and all(isinstance(x, int) for x in condition):
         return
     branch_outputs = [body.outputs for body in ir_queries.subgraphs(node)]
@@ -186,6 +189,7 @@ def _settle(choice: ir.Node, inside: tuple[ir.Node, ...]) -> tuple[str, str]:
     inputs: dict[str, ir.Value] = {}
     for node in (choice, *inside):
         if node.op_type == "If":
+            # Kept in the order in which they are met, each once.
             deciding_dims, deciding_inputs = _deciding(node.inputs[0], Symbols())
             dims.update(dict.fromkeys(deciding_dims))
             inputs.update(deciding_inputs)

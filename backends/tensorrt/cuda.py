@@ -53,6 +53,7 @@ class Device:
         self._driver = pycuda.driver
         self._allocations: list[Any] = []
         with self._errors():
+            # The primary context: a context of our own would not be the one that TensorRT allocates in.
             self._context = self._driver.Device(0).retain_primary_context()
             with self:
                 self._stream = self._driver.Stream(_NON_BLOCKING)
@@ -81,6 +82,7 @@ class Device:
     def take(self, nbytes: int) -> int:
         """Address of new memory of at least one byte."""
         with self._errors():
+            # An empty array needs an address as well.
             allocation = self._driver.mem_alloc(max(nbytes, 1))
         self._allocations.append(allocation)
         return int(allocation)
@@ -95,6 +97,7 @@ class Device:
 
     def fetch(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """The array at an address, once all queued work is done."""
+        # Pageable memory will do: the copy is waited for at once.
         array = np.empty(shape, dtype)
         with self._errors():
             self._driver.memcpy_dtoh_async(_bytes(array), pointer, self._stream)

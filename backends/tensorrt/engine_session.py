@@ -21,9 +21,11 @@ class EngineSession:
 
     def __init__(self, engine: Any, memory: Device, keep: Any = None) -> None:
         self._engine, self._memory, self._keep = engine, memory, keep
+        # The context holds the scratch memory of all layers.
         self._context = engine.create_execution_context()
         if self._context is None:
             raise StageError("TensorRT gives no execution context; most often the device lacks memory", where="engine")
+        # Inputs and outputs share one list of tensors.
         names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
         self.inputs = [n for n in names if engine.get_tensor_mode(n).name == "INPUT"]
         self.outputs = [n for n in names if n not in self.inputs]
@@ -38,6 +40,7 @@ class EngineSession:
             StageError: names the input: unknown, missing, of another type, empty, or outside of every profile.
         """
         arrays = self._checked(feed)
+        # Shapes are only valid for the profile that was switched to before.
         index = choose(self.profiles, {name: array.shape for name, array in arrays.items()})
         with self._memory as memory:
             switched = self._context.set_optimization_profile_async(index, memory.stream)
@@ -52,6 +55,7 @@ class EngineSession:
         places: dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]] = {}
         for name in self.outputs:
             shape = tuple(self._context.get_tensor_shape(name))
+            # Such a size is known after the run, and would need an output allocator.
             if any(d < 0 for d in shape):
                 raise StageError(
                     f"the size of this output depends on the data, {shape}; such engines are not run here",
@@ -68,6 +72,7 @@ class EngineSession:
         check_names(feed, self.inputs)
         arrays: dict[str, Array] = {}
         for name in self.inputs:
+            # TensorRT reads rows one after the other, whatever the strides of the array.
             array = np.asarray(feed[name], order="C")
             dtype = self._dtype(name)
             if array.dtype != dtype:

@@ -52,11 +52,13 @@ def describe(network: Any) -> tuple[Layer, ...]:
 
 def settle(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     """Sets the precision of convolutions and matrix products to the stored type of their operands."""
+    # Tensors name the edges: a layer is found by what it gives.
     by_output: dict[str, Layer] = {}
     for layer in layers:
         by_output.update(dict.fromkeys((output.name for output in layer.outputs), layer))
     settled: list[Layer] = []
     for layer in layers:
+        # A bias may stay in float: the first two operands decide.
         if layer.type in COMPUTE and len(layer.reads) > 1:
             first, second = (_stored(name, by_output) for name in layer.reads[:2])
             if first is not None and first == second:

@@ -33,6 +33,7 @@ def is_foldable(value: ir.Value | None) -> bool:
             continue
         visited.add(current)
         node = current.producer()
+        # Graph inputs are no constants, random operators give other numbers each time.
         if node is None or ir_queries.is_random(node) or ir_queries.subgraphs(node):
             return False
         pending += node.inputs
@@ -69,6 +70,7 @@ def _float64(site: NodeSite) -> Iterator[Refusal]:
     for value in (*_first_read(site), *site.node.outputs):
         if value.dtype != ir.DataType.DOUBLE or cast_away(value):
             continue
+        # Only what is stored or folded is known before the run.
         wide = ir_queries.constant(value)
         if wide is None:
             continue
@@ -127,6 +129,7 @@ def _indices(site: NodeSite) -> Iterator[Refusal]:
     numbers = ir_queries.constant(node.inputs[position])
     if numbers is None or not numbers.size:
         return
+    # Of ND forms each column has an axis of its own; 2^31 is beyond all of them.
     limit = 2**31
     bound = "no axis has 2^31 elements"
     if not node.op_type.endswith("ND"):

@@ -116,9 +116,11 @@ def choose(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int:
                 where=f"input {name}",
                 hint="skip empty batches before they reach the engine",
             )
+    # TensorRT tunes kernels for opt: the nearer a shape is to it, the faster it runs.
     fitting = admitting(profiles, shapes)
     if fitting:
         return min(fitting, key=lambda i: sum(limits.from_opt(shapes[name]) for name, limits in profiles[i].items()))
+    # For the error: the profile that lacks least.
     nearest = min(range(len(profiles)), key=lambda i: _excess(profiles[i], shapes))
     refused = next(name for name, limits in profiles[nearest].items() if limits.excess(shapes[name]))
     limits = profiles[nearest][refused]
@@ -137,6 +139,7 @@ def _excess(profile: Profile, shapes: Mapping[str, Shape]) -> float:
 def _default_sizes(dim: str, bound: Dim) -> Sizes:
     """The least and the greatest multiple within the bounds, and the multiple half-way between, the lower of two."""
     where = f"signature.json, dimension {dim}"
+    # Sizes that the model takes are multiples; half-way is counted in these.
     steps = bound.sizes()
     if not steps:
         raise ConfigError(f"no multiple of {bound.multiple} lies between {bound.min} and {bound.max}", where=where)

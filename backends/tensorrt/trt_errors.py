@@ -58,6 +58,7 @@ def parse_failed(errors: Sequence[Any], modules: Mapping[str, str], path: Path) 
     """An error about the first node that the parser refuses, from TensorRT's ParserError objects."""
     if not errors:
         return StageError("TensorRT's parser can't read the file", where="model.onnx")
+    # The parser goes on after an error; those that follow are often its consequences.
     first = errors[0]
     node = first.node_name()
     op = first.node_operator()
@@ -106,6 +107,7 @@ def build_failed(messages: Messages, layers: Sequence[Layer], modules: Mapping[s
 
 def reasons(messages: Messages) -> str:
     """The first few errors in one line."""
+    # One error may be logged several times.
     distinct = list(dict.fromkeys(plain(text) for text in messages.errors))
     return "; ".join(distinct[:3]) or "it gives no reason"
 

@@ -48,6 +48,7 @@ def verify(project: Project) -> tuple[int, list[Problem]]:
             store.get(digest)
         except DamagedError as error:
             problems.append(Problem(f"artifact {digest[:12]}", str(error)))
+    # Each report once: runs repeat the records of stages that were cached.
     for record in {r.report: r for run in ledger.runs() for r in run.records}.values():
         checked += 1
         if not ledger.report_is_whole(record.report):
@@ -67,6 +68,7 @@ def collect(project: Project, keep: int, *, dry_run: bool) -> list[Garbage] | No
     """
     if dry_run or not project.state.exists():
         return [_garbage(project, path) for path in _unneeded(project, keep)]
+    # A run may be about to read what looks unneeded.
     with alone(project.state) as idle:
         if not idle:
             return None
@@ -92,6 +94,7 @@ def _plural(count: int, noun: str) -> str:
 def _unneeded(project: Project, keep: int) -> list[Path]:
     planner = open_planner(project)
     store, ledger, steps = planner.store, planner.ledger, planner.steps()
+    # What the project as it stands has would be made again at once.
     in_use = {s.artifact.digest for s in steps if s.artifact}
     kept = list(ledger.runs())[:keep]
     in_use |= {r.digest for run in kept for r in run.records}
@@ -101,6 +104,7 @@ def _unneeded(project: Project, keep: int) -> list[Path]:
         resumable.add(training[0].name)
     artifacts = [store.root / digest for digest in store.digests() if digest not in in_use]
     work = [path for path in entries(project.works) if is_digest(path.name) and path.name not in resumable]
+    # Renamed and not removed yet when its process was killed.
     half_gone = entries(store.root, f"{GONE}*")
     written = (project.state, project.state / "cache", *entries(project.works))
     half_written = [path for place in written for path in entries(place, ".*") if is_partial(path.name)]

@@ -127,6 +127,7 @@ def _run_with_settings(planner: Planner, needed: Sequence[str]) -> Run | None:
     """The newest run with a record of each needed stage, whose stages all had the project's settings."""
     wanted = {stage.name: fields(stage) for stage in planner.project.stages}
     for run in planner.ledger.runs():
+        # Records of stages that this project does not have any more say nothing.
         records = {r.stage: r for r in run.records if r.stage in wanted}
         has_all = all(name in records for name in needed if name in wanted)
         if has_all and records and all(has_settings(r, wanted[name]) for name, r in records.items()):
@@ -265,6 +266,7 @@ def read_log(path: Path) -> Log:
         rows = list(csv.DictReader(StringIO(read_bytes(path, _LOG_BYTES).decode())))
         for row in rows:
             for name in [name for name, cell in row.items() if not cell]:
+                # A cell is empty where a column was not measured in that step.
                 del row[name]  # it was not measured
         return _LOG.validate_python(rows)
     except (OSError, ValueError, csv.Error) as error:

@@ -90,6 +90,7 @@ def _unfinished(project: Project) -> Iterator[tuple[Path, tuple[str, ...]]]:
         with suppress(PipeError):  # pipe.yaml was edited so that it doesn't fit any more
             then = load(project.root, sets)
             step = open_planner(then).step(resumable(then), {})
+            # The key still being the same means that code, data and settings are those it was begun with.
             if step.key == path.parent.name and step.artifact is None:
                 yield path.parent, sets
 
@@ -99,6 +100,7 @@ def prove(project: Project, steps: int, listener: Listener) -> Report:
     if launched()[1] > 1:
         raise ConfigError("--prove starts its own processes", hint="start it without torchrun")
     stage = resumable(project)
+    # The real scratch folder is read, and never written: the proof works on a copy.
     work = project.works / str(open_planner(project).step(stage, {}).key)
     listener.started(stage, f"{steps} steps, a checkpoint, {steps} more")
     task = Task(project.root / project.task, project.root)

@@ -58,6 +58,7 @@ class Budget(BaseModel):
 
     @model_validator(mode="after")
     def _one_direction(self) -> Budget:
+        # Both would be a band, which no test asks for.
         if (self.drop is None) == (self.rise is None):
             raise ValueError("expected either drop (more is better) or rise (less is better)")
         return self
@@ -105,6 +106,7 @@ MaxDrop = Amount | Annotated[dict[str, Budget], Field(min_length=1)]
 
 def usual(metric: str, amount: Amount) -> Budget:
     """The budget of a metric of which pipe.yaml says nothing: by a name such as `val_loss`, less is better."""
+    # The name is all there is to go by: val_loss and mse fall when a model gets better, minus_error rises.
     parts = set(re.split(r"[^a-z]+", metric.lower()))
     if parts & _LESS_IS_BETTER and not parts & _TURNED:
         return Budget(rise=amount)

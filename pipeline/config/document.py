@@ -47,6 +47,7 @@ class Document:
                 parsed = plain(bounded_yaml.parse(value, where))
         except bounded_yaml.NotYamlError:
             parsed = value  # a text that YAML would have in quotes
+        # Goes down along the keys, and makes the tables that are not there yet.
         target: Any = self.content
         for depth, key in enumerate(keys, 1):
             if isinstance(target, dict) and key not in target and str(key) in target:
@@ -67,6 +68,7 @@ class Document:
         """A ConfigError that points at a field."""
         field = _dotted(loc)
         position, is_in_file = self._position(loc)
+        # A value that came from --set has its place on the command line, not in the file.
         for keys, text in self._overridden.items():
             if keys == loc[: len(keys)] or (keys[: len(loc)] == loc and not is_in_file):
                 return ConfigError(f"{field}: {what}", where=_option(text), hint=hint)
@@ -78,6 +80,7 @@ class Document:
         node: Any = self.tree
         position: Sequence[int] = (0, 0)
         for key in loc:
+            # ruamel keeps the places of keys and items in `lc`.
             marks = getattr(getattr(node, "lc", None), "data", None) or {}
             if key not in marks:
                 return position, False

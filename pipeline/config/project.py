@@ -69,6 +69,7 @@ class Project:
         """The named stages (None: all) and everything they take from, in the order they run."""
         if names is None:
             return self.stages
+        # Everything upstream of the named stages counts as named.
         wanted: set[str] = set()
         pending = [self.stage(n) for n in names]
         while pending:
@@ -88,6 +89,7 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
     if folder.exists() and not folder.is_dir():
         raise ConfigError("it is a file, not a folder", where=str(folder))
     check_utf8(folder)
+    # Before anything is read below it: a link may lead to somebody else's files.
     check_link(folder / STATE)
     document = Document(folder / FILE)
     for override in overrides:
@@ -148,6 +150,7 @@ def _hint(name: str, valid: str, stage: str = "") -> str:
 
 def _stage_names(raw: Mapping[str, Any], document: Document) -> list[str]:
     """The standard stages, an import stage in place of those before it, and third parties' that are configured."""
+    # An import stage gives what a standard stage would give; all stages up to that one go.
     imports = [n for n in stage_table.names() if n.startswith("import-") and n in raw]
     if len(imports) > 1:
         raise document.error((imports[1],), f"the project already starts at {imports[0]}", "keep one of the two")
@@ -185,6 +188,7 @@ def _build_stage(name: str, raw: Any, document: Document) -> Stage:
         if first.what in _UNKNOWN and first.place:  # a field whose name is no text has no place
             hint = _hint(str(first.place[-1]), hint, name)
         raise document.error((name, *first.place), first.what, hint) from None
+    # pydantic takes true for 1 and integers of any length.
     for wrong in unfit_numbers(raw or {}, stage.model_dump()):
         raise document.error((name, *wrong.place), wrong.what)
     for field, value in stage:
@@ -207,6 +211,7 @@ def _ordered(stages: list[Stage]) -> tuple[Stage, ...]:
             twins = [s.name for s in stages if s.gives == kind]
             raise ConfigError(f"stages {' and '.join(twins)} both give {kind!r}", where=FILE)
     while len(done) < len(stages):
+        # A stage is ready once each kind that it takes has been given.
         have = {s.gives for s in done}
         ready = next((s for s in stages if s not in done and set(s.takes.values()) <= have), None)
         if ready is None:

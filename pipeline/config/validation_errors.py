@@ -71,6 +71,7 @@ def mistake(cls: type[BaseModel], raw: Mapping[Any, Any], error: ValidationError
     first = faults[0]
     if first.union is None:
         return _in_words(cls, [first])
+    # pydantic reports an error for each form of a union: the one that got deepest is what was meant.
     forms = [f for f in faults if f.union == first.union]
     closest = max(forms, key=lambda f: f.depth)
     return _in_words(cls, [f for f in forms if (f.place, f.depth) == (closest.place, closest.depth)])
@@ -91,6 +92,7 @@ def unfit_numbers(raw: Any, taken: Any, place: Place = ()) -> Iterator[Mistake]:
             inner = taken.get(key) if isinstance(taken, Mapping) else None
             yield from unfit_numbers(value, inner, (*place, key))
     elif isinstance(raw, list):
+        # A short form may have become a longer list: then items have no counterpart.
         same_length = isinstance(taken, list | tuple) and len(taken) == len(raw)
         for i, value in enumerate(raw):
             yield from unfit_numbers(value, taken[i] if same_length else None, (*place, i))
@@ -101,6 +103,7 @@ def field_paths(cls: type[BaseModel], place: tuple[str, ...] = ()) -> Iterator[t
     for name, info in cls.model_fields.items():
         yield (*place, info.alias or name)
         if len(place) < _DEEPEST:
+            # A path stands for each place where a field may be written, not for each class.
             for model, step in _models_below(info.annotation):
                 yield from field_paths(model, (*place, info.alias or name, *step))
 
@@ -185,6 +188,7 @@ def _names(cls: type[BaseModel], place: Place) -> list[str]:
     """Valid field names at a place."""
     names: dict[str, None] = {}  # as an ordered set
     for path in field_paths(cls):
+        # NAME and 0 in a path stand for whatever key or index was written.
         steps = zip(path, map(str, place), strict=False)
         if len(path) == len(place) + 1 and all(step in (part, *_STEPS) for step, part in steps):
             names[path[-1]] = None

@@ -201,6 +201,7 @@ def _local(module: str) -> dict[Path, Path]:
     here = Path.cwd()
     if (here / f"{top}.py").is_file():
         return {Path(f"{top}.py"): here / f"{top}.py"}
+    # All of the package: which of its modules are imported shows only when it runs.
     sources = sorted((here / top).rglob("*.py"))
     if sources:
         return {path.relative_to(here): path for path in sources}
@@ -275,5 +276,6 @@ def _write(
         if name in copies and name in samples:
             raise ConfigError("two files of the project have this name", where=str(name), hint="rename one of them")
     files = {**copies, **samples}
+    # A file that lies in the project already stays where it is.
     moves = {name: file for name, file in files.items() if (folder / name).resolve() != file.resolve()}
     return generated_files.write(folder, {**texts, **moves})

@@ -36,6 +36,7 @@ def form(source: Any, hook: str) -> Form:
     if is_array(source) or isinstance(source, tuple | Mapping):
         _check_columns(source, hook)
         return "columns"
+    # By name: torch must not be imported to look at data.
     classes = {cls.__name__ for cls in type(source).__mro__}
     if "IterableDataset" in classes:
         hint = "give a DataLoader of it: DataLoader(dataset, batch_size=64)"
@@ -72,6 +73,7 @@ def split(batch: Any, forward: Callable[..., Any] | None = None) -> tuple[tuple[
         return (batch,), {}, None
     if not isinstance(batch, Sequence) or isinstance(batch, str | bytes) or not batch:
         raise TaskError(f"a batch is {type(batch).__name__}, expected (x, y) or a dict by input name", where="batch")
+    # forward() decides what the last item is; where several readings fit its signature, the first is the usual one.
     readings = list(_readings(list(batch)))
     fitting = [reading for reading in readings if forward is None or _fits(forward, reading)]
     return (fitting or readings)[0]
@@ -223,6 +225,7 @@ def _check_columns(source: Any, hook: str) -> None:
     lengths = [int(v.shape[0]) for v in arrays if len(v.shape)]
     if not lengths:
         raise _wrong(hook, f"numbers alone, {outlined(columns)}, expected a first axis of samples")
+    # Arrays without axes are single numbers, the same for every sample.
     if len(set(lengths)) > 1:
         what = f"the columns of {hook}() differ in length: lengths {lengths} of {outlined(columns)}"
         raise TaskError(what, where=hook, hint=f"the first axis counts samples; {_COLUMNS}")
@@ -237,6 +240,7 @@ def _check_columns(source: Any, hook: str) -> None:
 
 def _check_list(source: list[Any], hook: str) -> None:
     _refuse_none(source, hook)
+    # A list of thousands of batches is not gone through for this.
     items = [with_arrays(item) for item in source[:_LOOKED_AT]]
     first, last = items[0], items[-1]
     different = [item for item in items if _pattern(item) != _pattern(first)]

@@ -21,6 +21,7 @@ def score(metric: Metric, outputs: Any, targets: Any) -> dict[str, float]:
 
     `outputs` is an array, or a tuple of arrays where the model returns several; `targets` are as the data has them.
     """
+    # The border to the user's code: anything may come back.
     value = metric(outputs, targets)
     named = value
     if not isinstance(value, Mapping):
@@ -39,6 +40,7 @@ def accuracy(outputs: Any, targets: Any) -> dict[str, float]:
         raise TaskError(f"targets {outlined(targets)} are no array of classes, so there is no accuracy", hint=hint)
     if not np.issubdtype(targets.dtype, np.integer):
         raise TaskError(f"targets of type {targets.dtype} are no classes, so there is no accuracy", hint=hint)
+    # Classes come last in most models, and behind the batch in segmentation: (n, classes, h, w).
     for axis in (-1, 1):
         if scores.ndim == targets.ndim + 1 and np.delete(scores.shape, axis).tolist() == list(targets.shape):
             if targets.size and (targets.min() < 0 or targets.max() >= scores.shape[axis]):

@@ -49,6 +49,7 @@ def _arrays(archive: zipfile.ZipFile, size: int, where: str) -> Iterator[tuple[s
     entries = archive.infolist()
     if len(entries) > ENTRIES:
         raise ConfigError(f"it holds {len(entries)} arrays, expected at most {ENTRIES}", where=where)
+    # A zip of a few kilobytes can unpack to terabytes.
     unpacked, allowed = sum(e.file_size for e in entries), max(UNPACKED, RATIO * size)
     if unpacked > allowed:
         raise ConfigError(
@@ -67,6 +68,7 @@ def _arrays(archive: zipfile.ZipFile, size: int, where: str) -> Iterator[tuple[s
             raise ConfigError("two arrays of this name", where=place)
         names.add(name)
         with archive.open(entry) as stored:
+            # Read twice: numpy takes the memory that the header declares, before it reads a byte of the data.
             check_header(stored, entry.file_size, place)
         with archive.open(entry) as stored:
             array: Array = npy.read_array(stored, allow_pickle=False)

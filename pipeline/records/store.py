@@ -73,6 +73,7 @@ class Store:
         digest = _digest(kind, listed, side)
         manifest = _Manifest(kind=kind, digest=digest, files=listed, side=tuple(sorted(side & set(listed))))
         for path in inside:
+            # On the disk before the manifest says that they are whole.
             sync(path)
         write_atomic(folder / MANIFEST, json.dumps(manifest.model_dump(), indent=1, sort_keys=True) + "\n")
         return _artifact(folder, manifest)
@@ -136,6 +137,7 @@ class Store:
             manifest = _Manifest.model_validate(read_json(folder / MANIFEST))
         except (OSError, ValidationError, ValueError):
             raise DamagedError(f"{MANIFEST} is damaged or missing") from None
+        # The digest is computed anew: a manifest may come from anywhere.
         sound = manifest.digest == _digest(manifest.kind, manifest.files, manifest.side)
         if not sound or not all(map(is_inside, manifest.files)):
             raise DamagedError(f"{MANIFEST} is damaged or missing")

@@ -72,6 +72,7 @@ def check(project: Project) -> Checked:
     """Looks at everything that a run of all stages needs; trains nothing and files nothing."""
     look = Inspection(project.root, CalledOnce(project.root / project.task, project.root))
     uses_task = any(stage.hooks() for stage in project.stages)
+    # A check must not change the draws of the training behind it.
     with _as_before():
         if uses_task:
             with look.item(project.task):
@@ -79,6 +80,7 @@ def check(project: Project) -> Checked:
         if not look.findings or look.findings[-1].state != "error":
             for stage in project.stages:
                 look.stage = stage.name
+                # A stage whose file is missing is not looked at further: all else would follow from that.
                 before = len(look.findings)
                 with look.item(f"{stage.name}.file"):
                     for name in stage.files():
@@ -182,6 +184,7 @@ def near_misses(code: str) -> Iterator[tuple[int, str, str]]:
         if isinstance(statement, ast.Import | ast.ImportFrom):
             bound |= {alias.asname or alias.name for alias in statement.names}
     missing = [hook for hook in HOOKS if hook not in bound]
+    # What something calls or passes on is a helper, whatever its name.
     read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
     for name, line in functions.items():
         if name in HOOKS or name in read or name.startswith("_"):

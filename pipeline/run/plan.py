@@ -75,6 +75,7 @@ class Planner:
     def step(self, stage: Stage, made: Mapping[str, Artifact | None]) -> Step:
         """One stage, given the artifacts by kind that exist before it."""
         parts, notes = self.parts(stage)
+        # Without the digest of an input there is no key: the stage behind it may run, or find itself fresh.
         waiting = [kind for kind in stage.takes.values() if made.get(kind) is None]
         if waiting:
             behind = [s.name for s in self.project.upstream(stage).values() if s.gives in waiting]
@@ -131,6 +132,7 @@ class Planner:
             for folder in fingerprint.folders:
                 if not any(file.startswith(f"{folder}/") for file in self.project.data):
                     notes[f"{hook}() names the folder {folder}: what is in it counts only under `data:`"] = None
+        # Hooks of data may read any file of `data:`; others read none.
         files = stage.files()
         if not DATA_HOOKS.isdisjoint(hooks):
             files += self.project.data
