@@ -13,9 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol, cast
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from layerline.pipeline import stage_table
 from layerline.pipeline.config import bounded_yaml
@@ -26,6 +24,9 @@ from layerline.pipeline.init.generated_files import Hooks, Section
 from layerline.pipeline.inputs.batches import answers
 from layerline.pipeline.task import HOOKS
 from layerline.pipeline.untrusted import is_file_name, is_importable, is_inside, printable
+
+if TYPE_CHECKING:  # a cached run imports this file, and needs no array
+    import numpy.typing as npt
 
 MODEL = "model"
 """The folder of a model whose weights lie in files of their own."""

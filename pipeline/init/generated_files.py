@@ -14,15 +14,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from layerline.pipeline.config import bounded_yaml
 from layerline.pipeline.config.bounded_yaml import plain
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.inputs.batches import answers
 from layerline.pipeline.untrusted import check_utf8, printable
+
+if TYPE_CHECKING:  # a cached run imports this file, and needs no array
+    import numpy.typing as npt
 
 FIXED = "dynamic: {image: {0: batch}} # by the names of forward(); else every size stays the example's, the batch too"
 BATCH = 16
