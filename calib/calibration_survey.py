@@ -14,9 +14,9 @@ import numpy.typing as npt
 from layerline.calib.named_arrays import Input
 from layerline.calib.samples import Batch
 
+# Parts kept, and rows of each: batches are cut into such parts where they can be. Smaller batches are kept until they
+# hold as many rows together. Memory and time therefore don't grow with the data.
 PARTS, ROWS = 8, 4
-"""Parts kept, and rows of each: batches are cut into such parts where they can be. Smaller batches are kept until they
-hold as many rows together. Memory and time therefore don't grow with the data."""
 
 
 class Survey:

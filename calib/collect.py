@@ -18,10 +18,10 @@ from layerline.pipeline.report import Row
 FILE = "ranges.json"
 
 Array = npt.NDArray[Any]
+# Values tapped in one run of the first batch, whose size is not known yet.
 GROUP = 128
-"""Values tapped in one run of the first batch, whose size is not known yet."""
+# Bytes of the values tapped in one run of the other batches. Most models then need one run a batch.
 GROUP_BYTES = 1 << 29
-"""Bytes of the values tapped in one run of the other batches. Most models then need one run a batch."""
 
 
 class Session(Protocol):

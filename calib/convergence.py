@@ -11,10 +11,10 @@ from layerline.calib.calibrators import percentile_of
 from layerline.calib.histogram import Counts, Histogram, bucket_floor
 from layerline.pipeline.report import Row
 
+# A scale that changes by more than this while the samples double is still moving.
 MOVING = 0.01
-"""A scale that changes by more than this while the samples double is still moving."""
+# Calibration never stops before so many samples.
 LEAST_SAMPLES = 32
-"""Calibration never stops before so many samples."""
 _VALUES, _BLOCKS, _DRAWS = 32, 16, 200
 _LEAST_BLOCKS = 4
 

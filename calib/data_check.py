@@ -17,10 +17,10 @@ from layerline.pipeline.inputs.metric import accuracy, joined, score
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.outline import outlined
 
+# Samples that the metric is tried on. Where it raises on FEW, as one over pairs or classes may, MORE are tried.
 FEW, MORE = 2, 64
-"""Samples that the metric is tried on. Where it raises on FEW, as one over pairs or classes may, MORE are tried."""
+# Outputs of the model, in order, for one feed.
 Predict = Callable[[Mapping[str, Array]], Sequence[Array]]
-"""Outputs of the model, in order, for one feed."""
 
 
 def check_calibration(

@@ -17,10 +17,10 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
+# Buckets of |x|: 8 exponent and 7 mantissa bits. Bucket 0 holds 0 (and |x| < 2^-133).
 BUCKETS = 1 << 15
-"""Buckets of |x|: 8 exponent and 7 mantissa bits. Bucket 0 holds 0 (and |x| < 2^-133)."""
+# From this bucket on, values are Inf or NaN.
 INFINITE = 0x7F80
-"""From this bucket on, values are Inf or NaN."""
 PROFILE_BINS = 64
 _CHUNK = 1 << 18  # bounds the working memory; a megabyte of float32 stays in cache
 _GREATEST = float(np.finfo(np.float32).max)

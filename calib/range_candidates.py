@@ -17,16 +17,16 @@ from layerline.calib.calibrators import Calibrator, threshold
 from layerline.calib.histogram import Histogram
 from layerline.calib.plan import Wanted
 
+# Thresholds by value, and by the name of the calibrator they come from.
 Candidates = Mapping[str, Mapping[str, float]]
-"""Thresholds by value, and by the name of the calibrator they come from."""
 
 CALIBRATORS: tuple[Calibrator, ...] = ("mse", "percentile", "minmax", "entropy")
 BOUND = "bound"
+# Thresholds closer than this, relative, are one candidate.
 ALIKE = 0.02
-"""Thresholds closer than this, relative, are one candidate."""
+# How much more the mean error of a channel counts than its spread. Rounding errors are independent and average out in
+# the following layers; clipping shifts a channel as a whole, and such shifts add up. Measured in docs/benchmarks.md.
 SHIFT_WEIGHT = 16.0
-"""How much more the mean error of a channel counts than its spread. Rounding errors are independent and average out in
-the following layers; clipping shifts a channel as a whole, and such shifts add up. Measured in docs/benchmarks.md."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Error:
         return self.shift * share
 
 
+# By value, candidate and layer.
 Errors = Mapping[tuple[str, str, str], Error]
-"""By value, candidate and layer."""
 
 
 def group_of(wanted: Wanted) -> tuple[str, ...]:

@@ -14,16 +14,17 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+# Steps from 0 to the threshold in symmetric int8.
 LEVELS = 127
-"""Steps from 0 to the threshold in symmetric int8."""
 
+# Float16's smallest positive number: a scale stays above 0 when a later step casts it to half. Ranges under 127 * 2^-24
+# = 7.6e-6 get fewer steps for that.
 LEAST_SCALE = 2.0**-24
-"""Float16's smallest positive number: a scale stays above 0 when a later step casts it to half. Ranges under
-127 * 2^-24 = 7.6e-6 get fewer steps for that."""
 
+# For a tensor in which only zeros were seen: any scale represents them; this one leaves room up to 1.
 ZERO_RANGE_SCALE = 1 / LEVELS
-"""For a tensor in which only zeros were seen: any scale represents them; this one leaves room up to 1."""
 
+# By element type: the number that a threshold is stored as, and numpy's type.
 _DTYPES: dict[str, tuple[float, Any]] = {
     "int8": (LEVELS, np.int8),
     "uint8": (255, np.uint8),
@@ -31,19 +32,18 @@ _DTYPES: dict[str, tuple[float, Any]] = {
     "int4": (7, ml_dtypes.int4),
     "float4e2m1": (6.0, ml_dtypes.float4_e2m1fn),
 }
-"""By element type: the number that a threshold is stored as, and numpy's type."""
 
+# The least number of a type, where the numbers are not symmetric: a block has no mirror image to keep.
 _LEAST = {"int4": -8}
-"""The least number of a type, where the numbers are not symmetric: a block has no mirror image to keep."""
 _LEAST_E4M3 = 2.0**-9
+# Ranges that are tried for a block, as multiples of its greatest |x|. At 7/8 that number is stored as -8 if it is
+# negative. Above 1, the great numbers of float4 lie among 4, 3 and 2, whose neighbours are nearer than those of 6.
 _FACTORS = {
     "int4": (1.0, 0.95, 0.9, 7 / 8, 0.85, 0.8, 0.75, 0.7),
     "float4e2m1": (1.0, 0.95, 0.9, 0.85, 0.8, 1.1, 1.2, 1.35, 1.5),
 }
-"""Ranges that are tried for a block, as multiples of its greatest |x|. At 7/8 that number is stored as -8 if it is
-negative. Above 1, the great numbers of float4 lie among 4, 3 and 2, whose neighbours are nearer than those of 6."""
+# Elements whose ranges are tried at once, which bounds the memory.
 _CHUNK = 1 << 20
-"""Elements whose ranges are tried at once, which bounds the memory."""
 
 
 def numpy_dtype(dtype: str) -> Any:

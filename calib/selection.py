@@ -13,12 +13,12 @@ from layerline.calib.named_arrays import Positions
 from layerline.calib.samples import Batch
 from layerline.pipeline.errors import TaskError
 
+# Samples whose labels are read.
 MOST_LABELS = 100_000
-"""Samples whose labels are read."""
+# So many candidates for each sample wanted run through the model.
 CANDIDATES = 8
-"""So many candidates for each sample wanted run through the model."""
+# Candidates a run, whatever the batch size of the calibration is: kernels sum in another order for another size.
 CANDIDATE_BATCH = 16
-"""Candidates a run, whatever the batch size of the calibration is: kernels sum in another order for another size."""
 _TAPS = 8
 
 

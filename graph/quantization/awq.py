@@ -23,13 +23,13 @@ from layerline.graph.quantization.equalization import MOST, Equalized
 from layerline.graph.quantization.rounding import Layer
 
 Numbers = npt.NDArray[np.float32]
+# The paper's grid, beside 0, which changes nothing.
 EXPONENTS = np.linspace(0.05, 1.0, 20)
-"""The paper's grid, beside 0, which changes nothing."""
+# Rows (tokens) of what a layer reads on which the exponents are compared, from all samples together.
 ROWS = 512
-"""Rows (tokens) of what a layer reads on which the exponents are compared, from all samples together."""
 ROWS_OF_A_FEED = 64
+# Evenly spread outputs of a layer that are compared: each exponent rounds their weights once.
 OUTPUTS = 512
-"""Evenly spread outputs of a layer that are compared: each exponent rounds their weights once."""
 
 
 def scaled(model: ir.Model, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]]) -> Equalized:

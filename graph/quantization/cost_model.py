@@ -20,12 +20,12 @@ from layerline.graph.analysis.ir_queries import dim, first_output
 from layerline.graph.quantization.targets import WEIGHTED
 from layerline.graph.quantization.weight_sources import weight_of
 
+# Bytes of an element of a weight, with its part of the block's scale. What the layer reads is float.
 WEIGHT_ONLY = {"int4": 0.5 + 4 / 32, "nvfp4": 0.5 + 1 / 16}
-"""Bytes of an element of a weight, with its part of the block's scale. What the layer reads is float."""
 BYTES = {"int8": 1, "fp8": 1, "fp16": 2, "bf16": 2, "fp32": 4}
 MACS_PER_BYTE = {"int8": 256.0, "fp8": 256.0, "fp16": 128.0, "bf16": 128.0, "fp32": 64.0}
+# Stands for the inner dimension of a product of two activations where it is symbolic.
 _INNER_DIM = 64
-"""Stands for the inner dimension of a product of two activations where it is symbolic."""
 
 
 @dataclass(frozen=True)

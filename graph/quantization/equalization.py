@@ -31,26 +31,25 @@ from layerline.graph.analysis.ir_queries import (
     rank,
     value_names,
 )
-from layerline.graph.fusion import channel_groups
-from layerline.graph.fusion.affine_ops import outputs_come_first
+from layerline.graph.fusion import affine_ops, channel_groups
 from layerline.graph.fusion.channel_groups import Group
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.quantization.weight_sources import drop_unread
 from layerline.pipeline.report import RESCALED
 
 Numbers = npt.NDArray[np.float64]
+# Factors lie between 2^-6 and 2^6. A channel that was smaller than 1/64 of the others in calibration may just not have
+# been used by these samples.
 MOST = 6
-"""Factors lie between 2^-6 and 2^6. A channel that was smaller than 1/64 of the others in calibration may just not have
-been used by these samples."""
+# A channel that is scaled up stays below the end of the range by 1 + HEADROOM / sqrt(samples): of few samples others
+# exceed the greatest number by far, and a channel that clips costs more than a fine step gains. Between 8 and 128
+# samples this is a factor of 2.4 to 1.4.
 HEADROOM = 4.0
-"""A channel that is scaled up stays below the end of the range by 1 + HEADROOM / sqrt(samples): of few samples others
-exceed the greatest number by far, and a channel that clips costs more than a fine step gains. Between 8 and 128 samples
-this is a factor of 2.4 to 1.4."""
+# A group is changed only if the expected noise power falls below this fraction of it, which is 1 dB.
 LEAST_GAIN = 0.8
-"""A group is changed only if the expected noise power falls below this fraction of it, which is 1 dB."""
+# The pairs (a, b) that are tried for a group: a factor is (range of the activation's channel)^a / (range of the weights
+# that read it)^b.
 _EXPONENTS = ((0.25, 0.0), (0.5, 0.0), (0.75, 0.0), (1.0, 0.0), (0.5, 0.5), (0.75, 0.25), (0.25, 0.75), (0.0, 1.0))
-"""The pairs (a, b) that are tried for a group: a factor is
-(range of the activation's channel)^a / (range of the weights that read it)^b."""
 
 
 @dataclass(frozen=True)
@@ -227,19 +226,10 @@ def _weights(node: ir.Node, channels: int) -> tuple[Numbers, Numbers, int]:
     """Of the weights of a layer: max |w| by output and input channel, sum of w² by input channel, and taps."""
     array = constant(node.inputs[1])
     assert array is not None
-    weight = array.astype(np.float64)
-    groups = 1
-    if node.op_type in ("Gemm", "MatMul"):
-        if not outputs_come_first(node):
-            weight = weight.T
-        weight = weight.reshape(len(weight), channels, -1)
-    else:
-        groups = node.attributes.get_int("group", 1)
-    if node.op_type == "ConvTranspose":
-        weight = weight.swapaxes(0, 1).reshape(weight.shape[1], groups, channels // groups, -1)
-        weight = weight.swapaxes(0, 1)
-    else:
-        weight = weight.reshape(groups, len(weight) // groups, channels // groups, -1)
+    rows = affine_ops.rows(node, array).astype(np.float64)
+    # Gemm and MatMul have no groups. Behind a Flatten the pixels of a channel are its taps.
+    groups = node.attributes.get_int("group", 1)
+    weight = rows.reshape(groups, len(rows) // groups, channels // groups, -1)
     _, outputs, inputs, taps = weight.shape
     largest = np.abs(weight).max(axis=3)
     greatest = np.zeros((groups, outputs, groups, inputs))
@@ -318,7 +308,7 @@ def _along_inputs(node: ir.Node, factors: Numbers, group: Group) -> Numbers:
     assert data is not None and weight is not None
     factors = np.repeat(factors, group.places[data][1])
     if node.op_type in ("Gemm", "MatMul"):
-        return factors if outputs_come_first(node) else factors.reshape(-1, 1)
+        return factors if affine_ops.outputs_come_first(node) else factors.reshape(-1, 1)
     rows = len(weight)
     ones = (1,) * (weight.ndim - 2)
     if node.op_type == "ConvTranspose":

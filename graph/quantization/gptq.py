@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from layerline.calib.scales import Stored, block_multiples, scale_parts, stored_scales, to_type, whole_scale
 
+# Part of the mean power of an input that is added to the power of each: the paper's bound on the condition.
 DAMPING = 0.01
-"""Part of the mean power of an input that is added to the power of each: the paper's bound on the condition."""
 
 
 def rounded(rows: npt.NDArray[Any], moments: npt.NDArray[Any], block: int, dtype: str) -> Stored:

@@ -13,8 +13,8 @@ from layerline.graph.quantization.targets import OPS, WEIGHTED, Target
 from layerline.graph.quantization.weight_sources import weight_of
 
 FLOAT = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+# Activation functions that a quantised layer before them computes as well.
 FUSED = ("Relu", "Clip", "LeakyRelu")
-"""Activation functions that a quantised layer before them computes as well."""
 # Operators that move numbers without changing them: not worth a line in the list of what stays float.
 _MOVES = frozenset(
     "Reshape Flatten Transpose Squeeze Unsqueeze Expand Tile Identity Slice Split Gather GatherElements GatherND Pad "  # noqa: SIM905

@@ -24,10 +24,10 @@ from layerline.graph.quantization import bias_correction, own_qdq, qdq, range_ch
 from layerline.graph.quantization.qdq_placement import Placement, Rules
 from layerline.pipeline.report import decibels
 
+# Samples that single ranges are tried on: each sample costs some twelve runs of the model.
 SAMPLES = 8
-"""Samples that single ranges are tried on: each sample costs some twelve runs of the model."""
+# How much better another plan must be at the outputs to replace the one chosen value by value.
 CLEARLY_DB = 0.5
-"""How much better another plan must be at the outputs to replace the one chosen value by value."""
 
 _SATURATING = ("Softmax", "LogSoftmax", "Sigmoid", "ArgMax", "ArgMin", "TopK")
 _MOVES = ("Identity", "Cast", "Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze")

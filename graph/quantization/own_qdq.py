@@ -7,15 +7,23 @@ its pairs is what the quantised one is compared with.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
+from layerline.backends.base import Array
 from layerline.calib.plan import Kept, QuantPlan, QuantValue, Role
-from layerline.graph.analysis.ir_queries import FreshNames, add_initializer, constant, copied, dim, first_output
+from layerline.graph.analysis.ir_queries import (
+    FreshNames,
+    add_initializer,
+    constant,
+    copied,
+    dim,
+    first_output,
+    optional_input,
+    parent,
+)
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.quantization import dynamic_blocks
 from layerline.graph.quantization.naming import module_of
@@ -34,23 +42,20 @@ def present(model: ir.Model) -> bool:
 
 def read(model: ir.Model) -> QuantPlan:
     """The plan that the Q/DQ pairs of a model carry out; every matrix product without one is listed as float."""
-    graph = model.graph
     values: list[QuantValue] = []
     readers = set[str]()
-    for node in _dequantizers(graph):
-        uses = list(node.outputs[0].uses())
-        scales_another = uses and all(u.node.op_type == "DequantizeLinear" and u.idx == 1 for u in uses)
-        value = _value(node)
-        if value is not None and not scales_another:
+    for node in _dequantizers(model.graph):
+        value = _entry(node)
+        if value is not None:
             values.append(value)
             readers.update(reader for reader, _ in value.readers)
-    nodes = {first_output(n): n for n in graph}
-    kept = tuple(
-        Kept(name=name, op=nodes[name].op_type, module=module_of(nodes[name]), reason=_LEFT_OUT)
-        for name in products(model)
-        if name not in readers and name in nodes
-    )
-    return QuantPlan(values=tuple(values), kept=kept)
+    kept: list[Kept] = []
+    left_out = set(products(model)) - readers
+    for node in model.graph:
+        name = first_output(node)
+        if name in left_out:
+            kept.append(Kept(name=name, op=node.op_type, module=module_of(node), reason=_LEFT_OUT))
+    return QuantPlan(values=tuple(values), kept=tuple(kept))
 
 
 def without(model: ir.Model) -> ir.Model:
@@ -75,8 +80,11 @@ def without(model: ir.Model) -> ir.Model:
 
 
 def emulate(model: ir.Model) -> ir.Model:
-    """The same model without float4, which onnxruntime lacks: weights are the numbers that they stand for, and blocks
-    that are quantised while running are rounded by ordinary operators. What has no float4 is returned as it is."""
+    """The same model without float4, which onnxruntime lacks; one without any is returned as it is.
+
+    Weights are the numbers that they stand for, and blocks that are quantised while running are rounded by ordinary
+    operators.
+    """
     if all(value.dtype != ir.DataType.FLOAT4E2M1 for value in model.graph.initializers.values()):
         return model
     copy = copied(model)
@@ -130,45 +138,60 @@ def _dequantizers(graph: ir.Graph) -> Iterator[ir.Node]:
             yield node
 
 
-def _value(node: ir.Node) -> QuantValue | None:
-    """What one DequantizeLinear says; None where its scale is computed, or it reads neither a Q nor a constant."""
-    scales, data = _scales(node), node.inputs[0]
-    if scales is None or data is None:
+def _entry(node: ir.Node) -> QuantValue | None:
+    """What one DequantizeLinear says; None where its scale is computed, or it reads neither a Q nor a constant.
+
+    None also where it gives the scales of another one.
+    """
+    output, data = node.outputs[0], node.inputs[0]
+    scales, points = _scales(node), _points(node)
+    uses = list(output.uses())
+    scales_another = uses and all(use.node.op_type == "DequantizeLinear" and use.idx == 1 for use in uses)
+    if scales is None or data is None or scales_another:
         return None
-    maker, stored = data.producer(), _dequantized(node)
-    role: Role = "activation"
-    points = _points(node)
     kind = data.dtype or ir.DataType.INT8
-    axis = node.attributes.get_int("axis", 1) if scales.size > 1 else None
-    if axis is not None and axis < 0 and data.shape is not None:
-        axis += len(data.shape)
+    role: Role = "activation"
+    stored, maker = _dequantized(node), data.producer()
     if stored is not None:
         role = "weight"
-        name, low, high = node.outputs[0].name, float(stored.min(initial=0)), float(stored.max(initial=0))
+        name = output.name
+        low, high = float(stored.min(initial=0)), float(stored.max(initial=0))
     elif maker is not None and maker.op_type == "QuantizeLinear" and maker.inputs[0] is not None:
+        # A float weight that is quantised while running has a Q in front as well.
         if weight_of(maker.inputs[0]) is not None:
             role = "weight"
-        least, greatest = _bounds(kind)
         name = maker.inputs[0].name
+        least, greatest = _bounds(kind)
         wide = scales.astype(np.float64)
         low, high = float(((least - points) * wide).min()), float(((greatest - points) * wide).max())
     else:
         return None
-    point: Any = int(points.flat[0]) if np.all(points == points.flat[0]) else tuple(int(p) for p in points.ravel())
-    readers = tuple(dict.fromkeys(_readers(node.outputs[0])))
-    block = _block(node, scales) if scales.ndim > 1 else 0
-    first = next((u.node for u in node.outputs[0].uses()), node)
+    axis = None
+    if scales.size > 1:
+        axis = node.attributes.get_int("axis", 1)
+        if axis < 0 and data.shape is not None:
+            axis += len(data.shape)
+    zero_point: int | tuple[int, ...] = int(points[0])
+    if np.any(points != points[0]):
+        zero_point = tuple(int(point) for point in points)
+    block = 0
+    numbers = tuple(float(scale) for scale in scales.astype(np.float32).ravel())
+    if scales.ndim > 1:
+        # A plan holds no scales of blocks.
+        block = _block(node, scales)
+        numbers = ()
+    first_reader = uses[0].node if uses else node
     return QuantValue(
         name=name or "",
         role=role,
-        module=module_of(first) or module_of(node),
+        module=module_of(first_reader) or module_of(node),
         axis=axis,
-        readers=readers,
+        readers=tuple(dict.fromkeys(_readers(output))),
         why=_WHY,
         block=block,
         dtype=kind.name.lower(),
-        zero_point=point,
-        scales=() if block else tuple(float(s) for s in scales.astype(np.float32).ravel()),
+        zero_point=zero_point,
+        scales=numbers,
         amax=max(abs(low), abs(high)),
         seen=(low, high),
         calibrator="model",
@@ -183,9 +206,12 @@ def _readers(value: ir.Value) -> Iterator[tuple[str, int]]:
             yield from _readers(use.node.outputs[0])
 
 
-def _points(node: ir.Node) -> npt.NDArray[Any]:
-    points = constant(node.inputs[2]) if len(node.inputs) > 2 else None
-    return np.zeros(1, np.int64) if points is None else points.astype(np.int64).reshape(-1)
+def _points(node: ir.Node) -> Array:
+    """The zero points, one or one for each scale; 0 where the node has none."""
+    points = constant(optional_input(node, 2))
+    if points is None:
+        return np.zeros(1, np.int64)
+    return points.astype(np.int64).reshape(-1)
 
 
 def _bounds(kind: ir.DataType) -> tuple[float, float]:
@@ -198,44 +224,42 @@ def _bounds(kind: ir.DataType) -> tuple[float, float]:
     return float(floats.min), float(floats.max)
 
 
-def _scales(node: ir.Node) -> npt.NDArray[Any] | None:
+def _scales(node: ir.Node) -> Array | None:
     """The stored scales of a DequantizeLinear, which may be quantised as well; None where they are computed."""
-    scales = node.inputs[1]
-    maker = scales.producer() if scales is not None else None
-    if maker is not None and maker.op_type == "DequantizeLinear" and maker.domain == "":
+    maker = parent(node.inputs[1], "DequantizeLinear")
+    if maker is not None:
         return _dequantized(maker)
-    return constant(scales)
+    return constant(node.inputs[1])
 
 
-def _dequantized(node: ir.Node) -> npt.NDArray[Any] | None:
+def _dequantized(node: ir.Node) -> Array | None:
     """The float numbers that a stored weight stands for; None where it is no weight."""
     data, scales = node.inputs[0], _scales(node)
     whole = constant(data)
     if whole is None or scales is None:
         return None
-    zero = _spread(_points(node), scales, whole, node)
-    wide = _spread(scales, scales, whole, node)
-    numbers = (whole.astype(np.float32) - zero.astype(np.float32)) * wide.astype(np.float32)
+    zero = _spread(_points(node), scales, whole, node).astype(np.float32)
+    numbers = (whole.astype(np.float32) - zero) * _spread(scales, scales, whole, node).astype(np.float32)
     return np.asarray(numbers, scales.dtype)
 
 
-def _spread(
-    values: npt.NDArray[Any], scales: npt.NDArray[Any], whole: npt.NDArray[Any], node: ir.Node
-) -> npt.NDArray[Any]:
+def _spread(numbers: Array, scales: Array, whole: Array, node: ir.Node) -> Array:
     """Scales or zero points in a shape that broadcasts over the weight: one number, one a channel, or one a block."""
-    if values.size == 1:
-        return values.reshape(())
+    if numbers.size == 1:
+        return numbers.reshape(())
     axis = node.attributes.get_int("axis", 1)
     if scales.ndim == 1:
         shape = [1] * whole.ndim
         shape[axis] = -1
-        return values.reshape(shape)
-    repeated = np.repeat(values.reshape(scales.shape), _block(node, scales), axis)
+        return numbers.reshape(shape)
+    repeated = np.repeat(numbers.reshape(scales.shape), _block(node, scales), axis)
+    # The last block may be cut short.
     return repeated.take(range(whole.shape[axis]), axis)
 
 
-def _block(node: ir.Node, scales: npt.NDArray[Any]) -> int:
+def _block(node: ir.Node, scales: Array) -> int:
     """Elements that share a scale along the axis of scales in blocks."""
     axis = node.attributes.get_int("axis", 1)
     size = dim(node.inputs[0], axis)
+    # Without an attribute it is the least size that has as many blocks.
     return node.attributes.get_int("block_size", 0) or -(-int(size or 0) // scales.shape[axis])

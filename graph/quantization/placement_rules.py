@@ -72,8 +72,8 @@ class Rules:
         return max(FORMATS[name].opset for name in (self.format, *self.formats.values()))
 
 
+# What a rule says of one node: the inputs to quantise, and why it is listed among what stays float, or "".
 Outcome = tuple[list[Wanted], str]
-"""What a rule says of one node: the inputs to quantise, and why it is listed among what stays float, or ""."""
 
 
 def want(

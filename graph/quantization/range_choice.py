@@ -23,8 +23,8 @@ from layerline.calib.scales import Stored
 from layerline.graph.quantization import qdq, range_trials
 from layerline.graph.quantization.qdq_placement import Placement, Rules, place
 
+# A layer whose own SQNR would be below this stays float: at 10 dB its error is a third of its output.
 FLOOR_DB = 10.0
-"""A layer whose own SQNR would be below this stays float: at 10 dB its error is a third of its output."""
 
 
 @dataclass(frozen=True)

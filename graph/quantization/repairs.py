@@ -16,11 +16,11 @@ from layerline.graph.quantization.measured_plan import OutputReference
 from layerline.graph.quantization.targets import FORMATS
 from layerline.pipeline.config.quantize_fields import Repair
 
+# In the order in which they are tried. Scaling changes the ranges of channels, and rounding needs the final ranges.
 REPAIRS: tuple[Repair, ...] = get_args(Repair)
-"""In the order in which they are tried. Scaling changes the ranges of channels, and rounding needs the final ranges."""
+# Least SQNR of the float model's outputs after scaling. Rounding in float32 alone leaves about 140 dB; less than 100 dB
+# means that a factor overflowed or that the scaled model computes something else.
 SAME_DB = 100.0
-"""Least SQNR of the float model's outputs after scaling. Rounding in float32 alone leaves about 140 dB; less than 100
-dB means that a factor overflowed or that the scaled model computes something else."""
 
 
 @dataclass(frozen=True)

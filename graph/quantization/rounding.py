@@ -25,20 +25,20 @@ from layerline.calib.histogram import shortest
 from layerline.calib.plan import QuantPlan, QuantValue
 from layerline.calib.scales import LEVELS, Stored, in_blocks
 from layerline.graph.analysis.ir_queries import constant, copied, first_output
-from layerline.graph.fusion.affine_ops import outputs_come_first
+from layerline.graph.fusion import affine_ops
 from layerline.graph.quantization import gptq, qdq
 from layerline.graph.quantization.weight_sources import weight_of
 
 Numbers = npt.NDArray[np.float32]
+# Memory for the second moments of one pass over the samples. Layers beyond it take further passes.
 MOST_BYTES = 256 << 20
-"""Memory for the second moments of one pass over the samples. Layers beyond it take further passes."""
+# Greatest number of rows (pixels or tokens) of one feed that a layer's moments use, and of elements in them. Both bound
+# the time and memory that convolutions on large images take: their neighbouring windows are nearly alike.
 MOST_ROWS, MOST_ELEMENTS = 2048, 4 << 20
-"""Greatest number of rows (pixels or tokens) of one feed that a layer's moments use, and of elements in them. Both
-bound the time and memory that convolutions on large images take: their neighbouring windows are nearly alike."""
+# Greatest number of passes over the weights of a layer; few layers need more than four.
 SWEEPS = 8
-"""Greatest number of passes over the weights of a layer; few layers need more than four."""
+# Candidates for the end of a channel's range, as fractions of its greatest weight.
 ENDS = np.linspace(1.0, 0.7, 31, dtype=np.float32)
-"""Candidates for the end of a channel's range, as fractions of its greatest weight."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,16 +65,13 @@ class Layer:
     @property
     def rows(self) -> Array:
         """The weights by group, output and input, (groups, outputs, inputs)."""
-        array: Array = self.array
-        if not outputs_come_first(self.node):
-            array = array.T
-        rows: Array = array.reshape(self.groups, len(array) // self.groups, -1)
-        return rows
+        rows = affine_ops.rows(self.node, self.array)
+        return rows.reshape(self.groups, len(rows) // self.groups, -1)
 
     def stored(self, rows: Array) -> Array:
         """The opposite of `rows`: in the layout and type of the weight."""
         shape = self.array.shape
-        if outputs_come_first(self.node):
+        if affine_ops.outputs_come_first(self.node):
             return np.asarray(rows.reshape(shape), self.array.dtype)
         return np.asarray(rows.reshape(shape[::-1]).T, self.array.dtype)
 
@@ -127,7 +124,7 @@ def rounded(
                 continue
             if blocks:
                 stored = gptq.rounded(layer.rows[0], total[0], layer.weight.block, layer.weight.dtype)
-                array = stored if outputs_come_first(layer.node) else stored.transposed()
+                array = stored if affine_ops.outputs_come_first(layer.node) else stored.transposed()
                 entry = dataclasses.replace(layer.weight, calibrator="gptq")
                 solved[layer] = array, entry, stored.dequantized()[None]
             else:
