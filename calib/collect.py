@@ -32,21 +32,14 @@ class Session(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Ranges:
-    """What calibration saw.
+    """What calibration saw."""
 
-    Attributes:
-        histograms: by value name.
-        samples: how many samples they are of.
-        notes: non-finite elements that were skipped, a sentence a value; and that calibration stopped early.
-        convergence: the scales against the number of samples; see `Convergence.rows`.
-        stopped: whether calibration stopped early.
-    """
-
-    histograms: dict[str, Histogram]
-    samples: int
+    histograms: dict[str, Histogram]  # by value name
+    samples: int  # how many samples they are of
+    # non-finite elements that were skipped, a sentence a value; and that calibration stopped early.
     notes: tuple[str, ...] = ()
-    convergence: tuple[Row, ...] = ()
-    stopped: bool = False
+    convergence: tuple[Row, ...] = ()  # the scales against the number of samples; see `Convergence.rows`.
+    stopped: bool = False  # whether calibration stopped early
 
     def to_json(self) -> str:
         """Canonical: one line a value, with its finite range (null where it has none) and what it is of."""
@@ -72,8 +65,6 @@ def collect(
 
     Args:
         open_session: loads the model with the given inner values as further outputs.
-        batches: the samples.
-        names: values of the main graph, its inputs included.
         nonfinite: stop at the first NaN or Inf, or leave them out and say so.
         percentile: the threshold whose convergence is followed; 100 follows the greatest magnitude.
         stop_early: stop when no scale moved by more than this, relative, while the samples doubled twice.

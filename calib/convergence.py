@@ -49,12 +49,7 @@ class Convergence:
         self._stride = 1
 
     def after_batch(self, histograms: Mapping[str, Histogram], samples: int) -> None:
-        """Notes what a batch has changed.
-
-        Args:
-            histograms: of all samples so far.
-            samples: their number.
-        """
+        """Notes what a batch has changed."""
         self._batches += 1
         if self._batches % self._stride == 0:
             for name, sums in self._sums.items():

@@ -45,8 +45,7 @@ def check_calibration(
         source = look.task.call(hook)
         batch = next(iter(Samples(source, inputs, hook=hook, batch_size=FEW, limit=FEW)))
         count = Samples(source, inputs, hook=hook).count()
-        of_all = "" if count is None else f" of {count}"
-        look.ok(f"{hook}()", f"calibrates with {outlined(batch.feed)}{of_all}")
+        look.ok(f"{hook}()", f"calibrates with {outlined(batch.feed)}{_of_all(count)}")
         if requested is not None and count is not None and count < requested:
             what = f"{requested} are requested, {hook}() has {count}"
             look.warn("quantize.samples", what, "all of them will be used")
@@ -62,8 +61,7 @@ def check_metric(look: Inspection, inputs: Sequence[Input], run: Predict, max_dr
         source = look.task.call("eval_data")
         count = Samples(source, inputs, hook="eval_data", purpose="evaluation").count()
         outputs, targets = _predicted(look, source, inputs, run, FEW)
-        of_all = "" if count is None else f" of {count} samples"
-        look.ok("eval_data()", f"targets {outlined(targets)}{of_all}")
+        look.ok("eval_data()", f"targets {outlined(targets)}{_of_all(count)}")
         with look.item("metric()"):
             _try_metric(look, source, inputs, run, (outputs, targets), max_drop)
         least = least_drop(max_drop)
@@ -74,6 +72,12 @@ def check_metric(look: Inspection, inputs: Sequence[Input], run: Predict, max_dr
                 f"{least:g} is less than one of the {count} samples of eval_data() is worth in a share ({worth})",
                 f"where the metric is a share, allow at least {worth}, or evaluate on more samples",
             )
+
+
+def _of_all(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f" of {count} samples"
 
 
 def _try_metric(

@@ -28,21 +28,14 @@ _GREATEST = float(np.finfo(np.float32).max)
 
 @dataclass(eq=False)
 class Histogram:
-    """Counts of |x| by bfloat16 bucket, with the exact extremes of x.
+    """Counts of |x| by bfloat16 bucket, with the exact extremes of x."""
 
-    Attributes:
-        counts: int64 of shape (BUCKETS,); Inf and NaN are counted apart.
-        low: least finite value, exact in float32; +inf while nothing was seen.
-        high: greatest finite value, exact in float32; -inf while nothing was seen.
-        nan: NaN elements.
-        inf: infinite elements, of either sign.
-    """
-
+    # int64 of shape (BUCKETS,); Inf and NaN are counted apart.
     counts: Counts = field(default_factory=lambda: np.zeros(BUCKETS, np.int64))
-    low: float = math.inf
-    high: float = -math.inf
-    nan: int = 0
-    inf: int = 0
+    low: float = math.inf  # least finite value, exact in float32; +inf while nothing was seen.
+    high: float = -math.inf  # greatest finite value, exact in float32; -inf while nothing was seen.
+    nan: int = 0  # NaN elements
+    inf: int = 0  # infinite elements, of either sign
 
     def update(self, array: npt.NDArray[Any]) -> None:
         """Adds every element of an array of any real type and shape.
@@ -77,7 +70,9 @@ class Histogram:
     @property
     def amax(self) -> float:
         """Greatest finite |x|, exact in float32; 0 while nothing was seen."""
-        return max(abs(self.low), abs(self.high)) if self.low <= self.high else 0.0
+        if self.low > self.high:
+            return 0.0
+        return max(abs(self.low), abs(self.high))
 
     def nonzero(self) -> tuple[Floats, Counts]:
         """The buckets from the first to the last that holds a non-zero magnitude.

@@ -94,10 +94,10 @@ def _by_name(raw: Mapping[Any, Any], inputs: Sequence[Input], hook: str) -> dict
     feed = {f"{prefix}{key}": as_array(value) for key, value in raw.items()}
     unknown = sorted(set(feed) - set(names))
     missing = sorted(set(names) - set(feed))
-    if unknown or missing:
-        what = f"unknown input {unknown[0]!r}" if unknown else f"input {missing[0]!r} is missing"
+    mistakes = [f"unknown input {name!r}" for name in unknown] + [f"input {name!r} is missing" for name in missing]
+    if mistakes:
         hint = f"the model takes {', '.join(sorted(names))}; a target goes under 'label'"
-        raise TaskError(what, where=hook, hint=hint)
+        raise TaskError(mistakes[0], where=hook, hint=hint)
     return feed
 
 

@@ -31,19 +31,13 @@ SHIFT_WEIGHT = 16.0
 
 @dataclass(frozen=True)
 class Error:
-    """The error of one layer's output with one candidate range.
+    """The error of one layer's output with one candidate range."""
 
-    Attributes:
-        signal: sum of squares of the layer's float output.
-        error: sum of squares of the difference.
-        shift: mean difference of each output channel; empty where the layer has no channels.
-        count: elements of a channel.
-    """
-
-    signal: float
-    error: float
+    signal: float  # sum of squares of the layer's float output
+    error: float  # sum of squares of the difference
+    # mean difference of each output channel; empty where the layer has no channels.
     shift: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    count: float = 0.0
+    count: float = 0.0  # elements of a channel
 
     @property
     def has_signal(self) -> bool:
@@ -108,7 +102,7 @@ def bound_of(group: Sequence[str], histograms: Mapping[str, Histogram], bounds: 
     return bound
 
 
-def choose(wanted: Sequence[Wanted], tried: Candidates, errors: Errors) -> dict[str, str]:
+def best(wanted: Sequence[Wanted], tried: Candidates, errors: Errors) -> dict[str, str]:
     """The name of the best candidate of each value, one for all values that share a scale.
 
     Where no layer gives an error (its float output is 0 or not finite), the first candidate is taken.
@@ -124,11 +118,11 @@ def choose(wanted: Sequence[Wanted], tried: Candidates, errors: Errors) -> dict[
     for item in wanted:
         group = groups[item.name]
         names = list(tried[item.name])
-        best = names[0]
+        best_name = names[0]
         for name in names[1:]:
-            if totals.get((group, name), math.inf) < totals.get((group, best), math.inf):
-                best = name
-        chosen[item.name] = best
+            if totals.get((group, name), math.inf) < totals.get((group, best_name), math.inf):
+                best_name = name
+        chosen[item.name] = best_name
     return chosen
 
 

@@ -39,7 +39,6 @@ class Samples:
     """The batches of one data hook. Iterating again starts again, or fails where the data cannot.
 
     Args:
-        data: what the hook returned.
         inputs: the model's inputs, in order.
         hook: name of the hook, for messages ("calib_data").
         batch_size: samples a batch, where the data comes in columns or single samples. A model with a fixed batch axis

@@ -58,19 +58,14 @@ def greatest(dtype: str) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A weight as it is stored. The float value is `values * scales`, the scales along `axis` (None: one for all).
+    """A weight as it is stored. The float value is `values * scales`, the scales along `axis` (None: one for all)."""
 
-    Attributes:
-        values: of the stored type, the shape of the weight.
-        scales: float32, shape (size of axis,) or (); for blocks the shape of the weight with one number a block.
-        block: elements along the axis that share a scale; 0 for one scale at each position.
-        parts: for float4, the scales in float8, and the float32 number that all of them are multiples of.
-    """
-
-    values: npt.NDArray[Any]
+    values: npt.NDArray[Any]  # of the stored type, the shape of the weight
+    # float32, shape (size of axis,) or (); for blocks the shape of the weight with one number a block.
     scales: npt.NDArray[np.float32]
     axis: int | None
-    block: int = 0
+    block: int = 0  # elements along the axis that share a scale; 0 for one scale at each position.
+    # for float4, the scales in float8, and the float32 number that all of them are multiples of
     parts: tuple[npt.NDArray[Any], npt.NDArray[np.float32]] | None = None
 
     def dequantized(self) -> npt.NDArray[np.float32]:
@@ -106,10 +101,7 @@ def steps_of(amax: float, dtype: str, low: float, high: float) -> tuple[npt.NDAr
     """The scale and the zero point of an activation.
 
     Args:
-        amax: the threshold.
         dtype: uint8 covers what lies between low and high, and 0; others are symmetric.
-        low: least value.
-        high: greatest value.
     """
     if dtype != "uint8":
         return scale_of(amax, dtype), 0

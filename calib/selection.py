@@ -85,7 +85,6 @@ def statistics(
 
     Args:
         open_session: loads the model with the given inner values as further outputs.
-        batches: the candidates.
         names: activations in the order of the network; up to eight of them, evenly spread, are looked at.
 
     Returns:

@@ -238,7 +238,7 @@ def _input_rows(converted: Converted, probes: Sequence[Feed]) -> list[LayerDiff]
             continue
         total = Distance()
         for feed in probes:
-            total += diff_arrays(feed[value.name], qdq.rounded(feed[value.name], value)[0])
+            total += diff_arrays(feed[value.name], qdq.fake_quantized(feed[value.name], value)[0])
         row = LayerDiff(name=value.name, op="Input", shape=inputs[value.name].shape, dtype="float32")
         records.append(dataclasses.replace(row, extra={OWN: total.sqnr_db}, **total.measures()))
     return records
@@ -259,7 +259,7 @@ def with_samples(report: Report, converted: Converted, feeds: Sequence[Feed]) ->
     for feed in few:
         arrays = {**feed, **session.run(feed)}
         for name, value in values.items():
-            rounded, count = qdq.rounded(arrays[name], value)
+            rounded, count = qdq.fake_quantized(arrays[name], value)
             losses[name] += diff_arrays(arrays[name], rounded)
             beyond[name] += count
     rows: dict[tuple[str, str], Row] = {}

@@ -32,12 +32,10 @@ ROWS_OF_A_FEED = 64
 OUTPUTS = 512
 
 
-def scaled(model: ir.Model, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]]) -> Equalized:
+def scale_inputs(model: ir.Model, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]]) -> Equalized:
     """Scales the channels that layers with weights in blocks read, where their outputs lose less by it.
 
     Args:
-        model: the float model.
-        plan: of it.
         feeds: gives samples by input name.
     """
     work = copied(model)

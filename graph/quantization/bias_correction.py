@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from layerline.graph.analysis.ir_queries import FreshNames, add_initializer, copied, first_output
+from layerline.graph.analysis.ir_queries import FreshNames, add_initializer, copied, first_output, optional_input
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of
 
 _WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
@@ -46,7 +46,7 @@ def _correct(graph: ir.Graph, names: FreshNames, node: ir.Node, shift: npt.NDArr
     # Gemm multiplies its bias by beta.
     if holder is None or (node.op_type == "Gemm" and node.attributes.get_float("beta", 1.0) != 1.0):
         return False
-    old = holder.inputs[place] if len(holder.inputs) > place else None
+    old = optional_input(holder, place)
     if old is None:
         source = node.inputs[0]
         wide = np.zeros(shift.shape)

@@ -42,30 +42,22 @@ class CalibrationData:
     """Calibration and evaluation samples of one task, in the form that the model takes.
 
     Attributes:
-        work: holds the task and the log.
-        inputs: the model's inputs.
-        hooks: hooks that may give calibration samples, in order of preference.
-        samples: greatest number of calibration samples.
-        batch_size: samples a run, where the data does not come in batches.
-        selection: how they are chosen; `choose` does it.
-        stop_early: see `collect`.
-        percentile: see `collect`.
-        holds_out: whether choices and repairs are judged on some calibration samples that they are not fitted on.
-            Ranges are of all samples.
         survey: a few of the calibration samples that choices are fitted on.
         held_out: a few of the others.
         evaluated: the same of the evaluation samples.
     """
 
-    work: Work
-    inputs: Sequence[Input]
+    work: Work  # holds the task and the log
+    inputs: Sequence[Input]  # the model's inputs
     _: dataclasses.KW_ONLY
-    hooks: Sequence[str] = ()
-    samples: int = 1
-    batch_size: int
-    selection: Selection = "even"
-    stop_early: float | None = None
-    percentile: float = 99.99
+    hooks: Sequence[str] = ()  # hooks that may give calibration samples, in order of preference
+    samples: int = 1  # greatest number of calibration samples
+    batch_size: int  # samples a run, where the data does not come in batches
+    selection: Selection = "even"  # how they are chosen; `choose_samples` does it.
+    stop_early: float | None = None  # see `collect`
+    percentile: float = 99.99  # see `collect`
+    # whether choices and repairs are judged on some calibration samples that they are not fitted on. Ranges are of all
+    # samples.
     holds_out: bool = False
 
     def __post_init__(self) -> None:
@@ -84,11 +76,10 @@ class CalibrationData:
                 return hook
         return None
 
-    def choose(self, model: ir.Model, names: Sequence[str]) -> None:
+    def choose_samples(self, model: ir.Model, names: Sequence[str]) -> None:
         """Chooses the calibration samples, once, where they are not simply spread evenly over the data.
 
         Args:
-            model: the float model.
             names: the values that are calibrated, in the order of the network.
 
         Raises:
@@ -198,7 +189,7 @@ class CalibrationData:
             yield from self._chosen(hook, min(self.samples, MOST_FEEDS))
 
     def _chosen(self, hook: str, limit: int) -> Samples:
-        """The calibration samples as `choose` chose them, or spread evenly over the data."""
+        """The calibration samples as `choose_samples` chose them, or spread evenly over the data."""
         if self._numbers is None:
             return self._read(hook, limit=limit)
         return self._read(hook, numbers=self._numbers[:limit])

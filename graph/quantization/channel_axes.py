@@ -18,14 +18,13 @@ _CHANNEL_MAX_RATIO = 4.0
 
 def channel_axis(node: ir.Node) -> int | None:
     """The output-channel dimension of the weight, input 1; None where one scale has to do for the whole weight."""
-    if node.op_type == "Conv":
-        return 0
     if node.op_type == "ConvTranspose":
+        # Its weight is (inputs, outputs / group, ...). A depthwise one has a group for each input channel; with other
+        # groups no axis holds all output channels.
         depthwise = _groups(node) > 1 and dim(node.inputs[1], 0) == _groups(node)
-        return 0 if depthwise else 1
-    if node.op_type == "Gemm":
-        transposed = node.attributes.get_int("transB", 0)
-        return 0 if transposed else 1
+        return int(not depthwise)
+    if node.op_type in ("Conv", "Gemm"):
+        return int(not affine_ops.outputs_come_first(node))
     # onnxruntime's MatMulInteger takes one scale per channel only for weights with two axes. It fails to load others.
     weight = weight_of(node.inputs[1])
     if weight is None or weight.ndim != 2:
@@ -88,4 +87,6 @@ def _groups(node: ir.Node) -> int:
 def _ratio(sizes: npt.NDArray[np.float64]) -> float:
     """How many times larger the greatest size is than the smallest above 0; 1 where there is none."""
     used = sizes[sizes > 0]
-    return float(used.max() / used.min()) if used.size else 1.0
+    if not used.size:
+        return 1.0
+    return float(used.max() / used.min())

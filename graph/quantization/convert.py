@@ -38,32 +38,21 @@ from layerline.graph.quantization.targets import FORMATS, OF_TYPE, OPS, TARGETS
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """A converted model and how it came about.
+    """A converted model and how it came about."""
 
-    Attributes:
-        reference: the float model, at the opset of the result.
-        model: the artifact.
-        measured: the model to run on onnxruntime in its place: itself, or its emulation in float32.
-        plan: what is quantised, and what stays float.
-        ranges: the ranges that calibration collected; None where nothing was calibrated.
-        halved: number of nodes that compute in half precision, by the type's name.
-        notes: sentences for the report.
-        vanished: by stored tensor, how many of its numbers became 0 in half precision, and its size.
-        scaled: names of values whose channels a repair scaled.
-        rounded: weights whose steps a repair chose.
-        trained: the float model with the weights that training with fake quantisation left, where these are quantised.
-    """
-
-    reference: ir.Model
-    model: ir.Model
-    measured: ir.Model
-    plan: QuantPlan
-    ranges: Ranges | None = None
+    reference: ir.Model  # the float model, at the opset of the result
+    model: ir.Model  # the artifact
+    measured: ir.Model  # the model to run on onnxruntime in its place: itself, or its emulation in float32
+    plan: QuantPlan  # what is quantised, and what stays float
+    ranges: Ranges | None = None  # the ranges that calibration collected; None where nothing was calibrated.
+    # number of nodes that compute in half precision, by the type's name
     halved: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # sentences for the report
+    # by stored tensor, how many of its numbers became 0 in half precision, and its size
     vanished: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    scaled: frozenset[str] = frozenset()
-    rounded: Mapping[str, Array | Stored] = field(default_factory=dict)
+    scaled: frozenset[str] = frozenset()  # names of values whose channels a repair scaled
+    rounded: Mapping[str, Array | Stored] = field(default_factory=dict)  # weights whose steps a repair chose
+    # the float model with the weights that training with fake quantisation left, where these are quantised
     trained: ir.Model | None = None
 
 
@@ -118,33 +107,21 @@ def unchanged(model: ir.Model) -> Converted:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrated:
-    """A calibrated float model, from which quantised models are made that keep some layers float.
+    """A calibrated float model, from which quantised models are made that keep some layers float."""
 
-    Attributes:
-        model: the float model, at an opset that has Q/DQ.
-        rules: with the layers that stay float in any case.
-        plan: of the model in which all other layers are quantised.
-        ranges: what calibration collected.
-        feeds: a few calibration samples, on which choices are fitted.
-        held_out: others, on which these are judged; empty where calibration has too few samples.
-        shifts: what bias correction takes off each layer's bias; empty where it is off.
-        rounded: weights whose ranges and steps a repair chose.
-        scaled: names of values whose channels a repair scaled.
-        repairs: those that were made.
-        notes: sentences for the report.
-    """
-
-    model: ir.Model
-    rules: qdq_placement.Rules
-    plan: QuantPlan
-    ranges: Ranges
-    feeds: Sequence[Feed]
-    held_out: Sequence[Feed]
+    model: ir.Model  # the float model, at an opset that has Q/DQ
+    rules: qdq_placement.Rules  # with the layers that stay float in any case
+    plan: QuantPlan  # of the model in which all other layers are quantised
+    ranges: Ranges  # what calibration collected
+    feeds: Sequence[Feed]  # a few calibration samples, on which choices are fitted
+    held_out: Sequence[Feed]  # others, on which these are judged; empty where calibration has too few samples.
+    # what bias correction takes off each layer's bias; empty where it is off.
     shifts: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    # weights whose ranges and steps a repair chose
     rounded: rounding.RoundedWeights = field(default_factory=rounding.RoundedWeights)
-    scaled: frozenset[str] = frozenset()
-    repairs: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    scaled: frozenset[str] = frozenset()  # names of values whose channels a repair scaled
+    repairs: tuple[str, ...] = ()  # those that were made
+    notes: tuple[str, ...] = ()  # sentences for the report
 
     def layers(self) -> dict[str, str]:
         """The format of the layers that are quantised in `plan` and could stay float, in topological order."""
@@ -171,7 +148,7 @@ class Calibrated:
             rules = dataclasses.replace(self.rules, keep={**self.rules.keep, **keep}, formats=formats)
             chosen = {(v.name, v.dtype): (v.calibrator, v.amax) for v in plan.values if v.role == "activation"}
             placed = qdq_placement.place(self.model, rules)
-            plan = qdq.plan(self.model, placed, self.ranges.histograms, "mse", chosen=chosen)
+            plan = qdq.make_plan(self.model, placed, self.ranges.histograms, "mse", chosen=chosen)
             plan = rounding.with_scales(plan, self.rounded.entries)
         # Steps and mean errors of int8 mean nothing to a layer in fp8.
         in_fp8 = {value.name for value in plan.values if value.name in self.rounded.entries and "float8" in value.dtype}
@@ -205,7 +182,9 @@ class Calibrated:
         shifts = range_choice.shifts(self.model, self.plan, self.feeds, self.rounded.arrays)
         quantized = qdq.apply(self.model, self.plan, self.rounded.arrays)
         kept, gain = measured_plan.corrected(self.model, quantized, shifts, self.feeds, self.held_out)
-        return dataclasses.replace(self, shifts=shifts if kept else {}, notes=(*self.notes, gain))
+        if not kept:
+            shifts = {}
+        return dataclasses.replace(self, shifts=shifts, notes=(*self.notes, gain))
 
 
 def with_own_qdq(model: ir.Model, rules: qdq_placement.Rules) -> Converted:
@@ -238,7 +217,7 @@ def calibrate(
     hook_notes: tuple[str, ...] = ("only weights are quantised, so no sample was read",)
     ranges = Ranges(histograms={}, samples=0)
     if placed.activations or data.hook() is not None:
-        data.choose(model, placed.activations)
+        data.choose_samples(model, placed.activations)
         samples, hook_notes = data.calibration()
         ranges = data.ranges(model, placed.activations, samples, nonfinite)
     feeds, held_out = data.parts()
@@ -289,7 +268,6 @@ def to_half(
     Args:
         converted: the model, after `Calibrated.converted` or `unchanged`.
         greatest: of the float model's values.
-        mode: "fp16" or "bf16".
         skip: names of values or nodes, module paths, or globs that stay in float32.
         single: first outputs of nodes that stay in float32.
         only: first outputs of the nodes that may become half; None: any node.

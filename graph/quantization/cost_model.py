@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from layerline.graph.analysis.ir_queries import dim, first_output
+from layerline.graph.analysis.ir_queries import dim, first_output, name_of
 from layerline.graph.quantization.targets import WEIGHTED
 from layerline.graph.quantization.weight_sources import weight_of
 
@@ -41,7 +41,6 @@ class CostModel:
     """The cost of one model, for samples of one size.
 
     Args:
-        model: the float model.
         elements: of each value; values that are missing cost nothing.
     """
 
@@ -90,10 +89,12 @@ def _macs(node: ir.Node, elements: Mapping[str, int]) -> float:
     weight = weight_of(node.inputs[1])
     if weight is None or weight.ndim < 2:
         inner = dim(node.inputs[0], -1)
-        return float(outputs * (inner if isinstance(inner, int) else _INNER_DIM))
+        if not isinstance(inner, int):
+            inner = _INNER_DIM
+        return float(outputs * inner)
     if node.op_type == "ConvTranspose":
-        source = node.inputs[0]
-        inputs = elements.get(source.name or "", 0) if source is not None else 0
+        # Each input element meets the weights of its channel.
+        inputs = elements.get(name_of(node.inputs[0]) or "", 0)
         return float(inputs * weight.size / weight.shape[0])
     if node.op_type == "Conv" or (node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1):
         return float(outputs * weight.size / max(weight.shape[0], 1))

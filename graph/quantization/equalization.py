@@ -63,17 +63,11 @@ class Channels:
 
 @dataclass(frozen=True)
 class Equalized:
-    """A model with scaled channels.
+    """A model with scaled channels."""
 
-    Attributes:
-        model: computes what the original does.
-        scaled: names of the values whose channels are scaled now.
-        groups: how many groups of values were changed.
-    """
-
-    model: ir.Model
-    scaled: frozenset[str] = frozenset()
-    groups: int = 0
+    model: ir.Model  # computes what the original does
+    scaled: frozenset[str] = frozenset()  # names of the values whose channels are scaled now
+    groups: int = 0  # how many groups of values were changed
 
 
 def equalize(model: ir.Model, plan: QuantPlan, feeds: Iterable[Feed], *, norms: bool) -> Equalized:
@@ -81,7 +75,6 @@ def equalize(model: ir.Model, plan: QuantPlan, feeds: Iterable[Feed], *, norms: 
 
     Args:
         plan: what is quantised; activations share one scale among their channels.
-        feeds: samples by input name.
         norms: take the groups that begin at normalisations; else those between layers.
     """
     work = copied(model)
@@ -102,11 +95,7 @@ def equalize(model: ir.Model, plan: QuantPlan, feeds: Iterable[Feed], *, norms: 
 def with_factors(
     model: ir.Model, work: ir.Model, groups: Iterable[Group], factors_of: Callable[[Group], Numbers | None]
 ) -> Equalized:
-    """The model with its groups scaled by these factors; as it is where there are none.
-
-    Args:
-        work: the same model; the groups are of it.
-    """
+    """The model with its groups scaled by these factors; as it is where there are none."""
     names = FreshNames(work)
     scaled: set[str] = set()
     changed = 0
@@ -169,21 +158,13 @@ def _measured(model: ir.Model, tapped: Sequence[tuple[str, int, int]], feeds: It
 
 @dataclass(frozen=True)
 class _Term:
-    """One reader of one quantised value: how much noise reaches its output, relative to its signal.
+    """One reader of one quantised value: how much noise reaches its output, relative to its signal."""
 
-    Attributes:
-        channels: of the value.
-        greatest: max |w| by output and channel; empty where the reader has no quantised weight.
-        squares: sum of w² by channel, over all outputs.
-        taps: weights for each output and channel.
-        per_channel: whether each output's weights have their own scale.
-    """
-
-    channels: Channels
-    greatest: Numbers
-    squares: Numbers
-    taps: int
-    per_channel: bool
+    channels: Channels  # of the value
+    greatest: Numbers  # max |w| by output and channel; empty where the reader has no quantised weight.
+    squares: Numbers  # sum of w² by channel, over all outputs
+    taps: int  # weights for each output and channel
+    per_channel: bool  # whether each output's weights have their own scale
 
     def noise(self, factors: Numbers) -> float:
         """The noise of rounding activations and weights once the channels are divided by these factors."""

@@ -17,7 +17,7 @@ from layerline.calib.scales import Stored, block_multiples, scale_parts, stored_
 DAMPING = 0.01
 
 
-def rounded(rows: npt.NDArray[Any], moments: npt.NDArray[Any], block: int, dtype: str) -> Stored:
+def round_weight(rows: npt.NDArray[Any], moments: npt.NDArray[Any], block: int, dtype: str) -> Stored:
     """A weight on its steps, with its blocks along axis 1.
 
     Args:

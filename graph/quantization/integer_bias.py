@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from layerline.graph.analysis.ir_queries import FreshNames, add_initializer, constant, copied, first_output
+from layerline.graph.analysis.ir_queries import FreshNames, add_initializer, constant, copied, first_output, parent
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of
 
 _LIMIT = 2.0**31 - 1
@@ -36,8 +36,8 @@ def store(model: ir.Model) -> ir.Model:
 
 def _scale(value: ir.Value | None) -> npt.NDArray[Any] | None:
     """The scales of a dequantised 8-bit value."""
-    node = value.producer() if value is not None else None
-    if node is None or node.op_type != "DequantizeLinear" or node.inputs[0] is None:
+    node = parent(value, "DequantizeLinear")
+    if node is None or node.inputs[0] is None:
         return None
     if node.inputs[0].dtype not in (ir.DataType.INT8, ir.DataType.UINT8):
         return None

@@ -15,19 +15,13 @@ from layerline.pipeline.config.quantize_fields import HALF_TYPES
 
 @dataclass(frozen=True)
 class LayerFormats:
-    """The layers whose format is settled, by the first output of their node.
+    """The layers whose format is settled, by the first output of their node."""
 
-    Attributes:
-        kept: those that are not quantised: the reason.
-        half: those that compute in half precision.
-        quantized: the format of those that are quantised whatever else says that they stay float.
-        half_type: "fp16", "bf16", or "" where no layer asks for half precision.
-    """
-
-    kept: Mapping[str, str] = field(default_factory=dict)
-    half: Collection[str] = frozenset()
+    kept: Mapping[str, str] = field(default_factory=dict)  # those that are not quantised: the reason
+    half: Collection[str] = frozenset()  # those that compute in half precision
+    # the format of those that are quantised whatever else says that they stay float
     quantized: Mapping[str, str] = field(default_factory=dict)
-    half_type: str = ""
+    half_type: str = ""  # "fp16", "bf16", or "" where no layer asks for half precision
 
     @property
     def single(self) -> set[str]:

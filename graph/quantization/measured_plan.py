@@ -58,7 +58,6 @@ def tuned(
     auto chooses each range by itself. It keeps that plan or a single calibrator's, whichever serves the outputs better.
 
     Args:
-        model: the float model, at an opset that has Q/DQ.
         placed: the values that the rules quantise.
         feeds: samples by input name. Ranges are tried on about eight of them.
         held_out: other samples, on which plans are compared; on `feeds` where there are none.
@@ -67,17 +66,17 @@ def tuned(
     if not placed.activations:
         calibrator = "minmax"  # weights have ranges of their own
     if calibrator != "auto":
-        return Tuned(qdq.plan(model, placed, histograms, calibrator, percentile=percentile), rules, ())
-    chosen = range_choice.choose(model, rules, placed, histograms, _spread(feeds), percentile=percentile)
+        return Tuned(qdq.make_plan(model, placed, histograms, calibrator, percentile=percentile), rules, ())
+    chosen = range_choice.choose_ranges(model, rules, placed, histograms, _spread(feeds), percentile=percentile)
     floated = tuple(f"{layer} stays float: {chosen.rules.keep[layer]}" for layer in chosen.floated)
-    plan = qdq.plan(model, chosen.placement, histograms, "mse", percentile=percentile, chosen=chosen.thresholds)
+    plan = qdq.make_plan(model, chosen.placement, histograms, "mse", percentile=percentile, chosen=chosen.thresholds)
     trials = Trials(model, feeds, held_out)
     auto_db = least(trials.decibels(qdq.apply(model, plan)))
     if auto_db is None:
         return Tuned(plan, chosen.rules, floated)
     best_plan, best_db, notes = plan, auto_db + CLEARLY_DB, floated
     for single in CALIBRATORS:
-        other = qdq.plan(model, chosen.placement, histograms, single, percentile=percentile)
+        other = qdq.make_plan(model, chosen.placement, histograms, single, percentile=percentile)
         if [v.amax for v in other.values] == [v.amax for v in plan.values]:
             continue
         # The worse part of the samples decides: rare large numbers, which a range may cut off, are in one alone.
@@ -105,7 +104,6 @@ class Trials:
     Few held-out samples may lack the rare large numbers that the others have, so a choice has to gain on both.
 
     Args:
-        model: the float model.
         feeds: samples that choices are fitted on.
         held_out: others; there may be none.
     """

@@ -29,18 +29,12 @@ Use = tuple[ir.Node, int]
 
 @dataclass(frozen=True, kw_only=True)
 class HalfModel:
-    """A converted model.
+    """A converted model."""
 
-    Attributes:
-        model: inner values are half where that is safe; inputs and outputs are float32.
-        kept: nodes that stay in float32 for a reason of their own.
-        nodes: how many nodes compute in half.
-        vanished: by stored tensor, how many of its numbers became 0 in half, and its size.
-    """
-
-    model: ir.Model
-    kept: tuple[Kept, ...]
-    nodes: int
+    model: ir.Model  # inner values are half where that is safe; inputs and outputs are float32.
+    kept: tuple[Kept, ...]  # nodes that stay in float32 for a reason of their own
+    nodes: int  # how many nodes compute in half
+    # by stored tensor, how many of its numbers became 0 in half, and its size
     vanished: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -56,8 +50,6 @@ def to_half(
     """Converts a float32 model; Q/DQ nodes may be in it.
 
     Args:
-        model: left as it is.
-        mode: "fp16" or "bf16".
         amax: greatest |x| measured, by value name. Nodes that read or make a value beyond half's range stay float32.
         skip: names of values or nodes, module paths, or globs that stay in float32.
         single: first outputs of nodes that stay in float32.

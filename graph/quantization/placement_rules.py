@@ -35,36 +35,24 @@ _CONCAT_MAX_RATIO = 8.0
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The user's choices, and what calibration says about single values and nodes.
+    """The user's choices, and what calibration says about single values and nodes."""
 
-    Attributes:
-        target: the runtime that it is for, of TARGETS.
-        format: of layers for which `formats` has none, of FORMATS.
-        formats: of single layers, by the node's first output.
-        int4_block: numbers of an int4 weight that share a scale.
-        dynamic: nvfp4 layers read quantised activations too.
-        ops: operators to quantise, of OPS.
-        skip: what stays float: value or node names, module paths (with everything below them), or globs of either.
-        per_channel: one scale per output channel of a weight, not one per weight.
-        attention: quantise MatMuls of two activations too.
-        amax: greatest |x| of activations, where measured. Inputs of a Concat that differ much keep their own scales.
-        keep: nodes that stay float, because int8 loses too much there or because the user says so: the reason, by the
-            node's first output.
-        forced: first outputs of nodes that `skip` does not hold.
-    """
-
-    target: str = "tensorrt"
-    format: str = "int8"
-    formats: Mapping[str, str] = field(default_factory=dict)
-    int4_block: int = FORMATS["int4"].block
-    dynamic: bool = False
-    ops: Sequence[str] = OPS
+    target: str = "tensorrt"  # the runtime that it is for, of TARGETS
+    format: str = "int8"  # of layers for which `formats` has none, of FORMATS
+    formats: Mapping[str, str] = field(default_factory=dict)  # of single layers, by the node's first output
+    int4_block: int = FORMATS["int4"].block  # numbers of an int4 weight that share a scale
+    dynamic: bool = False  # nvfp4 layers read quantised activations too
+    ops: Sequence[str] = OPS  # operators to quantise, of OPS
+    # what stays float: value or node names, module paths (with everything below them), or globs of either
     skip: Sequence[str] = ()
-    per_channel: bool = True
-    attention: bool = False
+    per_channel: bool = True  # one scale per output channel of a weight, not one per weight
+    attention: bool = False  # quantise MatMuls of two activations too
+    # greatest |x| of activations, where measured. Inputs of a Concat that differ much keep their own scales.
     amax: Mapping[str, float] = field(default_factory=dict)
+    # nodes that stay float, because int8 loses too much there or because the user says so: the reason, by the node's
+    # first output
     keep: Mapping[str, str] = field(default_factory=dict)
-    forced: Collection[str] = frozenset()
+    forced: Collection[str] = frozenset()  # first outputs of nodes that `skip` does not hold
 
     @property
     def opset(self) -> int:
@@ -140,8 +128,8 @@ class Context:
         depths: dict[ir.Node, int] = {}
         for node in self.nodes:
             longest = 0
-            for value in node.inputs:
-                producer = value.producer() if value is not None else None
+            producers = [value.producer() for value in node.inputs if value is not None]
+            for producer in producers:
                 if producer is not None:
                     longest = max(longest, depths.get(producer, 0))
             depths[node] = longest + 1

@@ -55,16 +55,12 @@ _ELEMENTWISE = _BOUNDED | _ops(
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The range of a half-precision type.
+    """The range of a half-precision type."""
 
-    Attributes:
-        greatest: finite values seen, or stored, above this stay float32. For values seen in calibration half of it
-            counts: other inputs may reach further.
-        least: its smallest normal number; a tensor whose every element is below it stays float32.
-    """
-
+    # finite values seen, or stored, above this stay float32. For values seen in calibration half of it counts: other
+    # inputs may reach further.
     greatest: float
-    least: float
+    least: float  # its smallest normal number; a tensor whose every element is below it stays float32.
 
 
 LIMITS = {
@@ -96,8 +92,6 @@ def float32_nodes(
     The reason is empty for nodes that only move float32 values on.
 
     Args:
-        model: with inferred types.
-        half: FLOAT16 or BFLOAT16.
         amax: greatest |x| measured, by value name; values may be missing.
         skip: names of values or nodes, module paths, or globs that stay in float32.
     """
@@ -194,7 +188,7 @@ class _Float32Choice:
             if reason is not None:
                 return reason
         for value in (*node.inputs, *node.outputs):
-            reason = self._unfit(value) if value is not None else None
+            reason = self._unfit(value)
             if reason is not None:
                 return reason
         return None
@@ -209,8 +203,8 @@ class _Float32Choice:
             return f"constant {value.name} is {greatest:.4g}, which {self.type} does not resolve"
         return None
 
-    def _unfit(self, value: ir.Value) -> str | None:
-        if value.dtype != ir.DataType.FLOAT:
+    def _unfit(self, value: ir.Value | None) -> str | None:
+        if value is None or value.dtype != ir.DataType.FLOAT:
             return None
         amax = self.amax.get(value.name or "", 0.0)
         if amax > self.limits.greatest / 2:

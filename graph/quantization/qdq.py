@@ -52,7 +52,7 @@ def required_opset(model: ir.Model, least: int = 13) -> int:
     return least
 
 
-def plan(
+def make_plan(
     model: ir.Model,
     placement: Placement,
     histograms: Mapping[str, Histogram],
@@ -78,11 +78,12 @@ def plan(
     value_bounds = bounds(graph)
     items: list[QuantValue] = []
     for wanted in placement.wanted:
-        array = weight_of(values[wanted.name]) if wanted.role == "weight" else None
-        if array is not None:
+        if wanted.role == "weight":
+            array = weight_of(values[wanted.name])
+            assert array is not None
             items.append(assign.weight(wanted, array))
             continue
-        threshold = None if chosen is None else chosen.get((wanted.name, wanted.dtype))
+        threshold = (chosen or {}).get((wanted.name, wanted.dtype))
         if threshold is None:
             bound = bound_of(group_of(wanted), histograms, value_bounds)
             if bound is not None:
@@ -123,12 +124,12 @@ def stored_weights(
     stored_types = {entry.weight for entry in FORMATS.values()}
     weights: dict[tuple[str, str], npt.NDArray[Any]] = {}
     for item in plan.values:
-        array = weight_of(values[item.name]) if item.role == "weight" else None
-        # A model may bring types that no weight is given here.
-        if array is None or item.dtype not in stored_types or item.zero_point != 0:
+        # A model may bring types that no weight is given here, and scales of blocks, which a plan does not hold.
+        is_ours = item.dtype in stored_types and item.zero_point == 0
+        if item.role != "weight" or not is_ours or (item.block and item.calibrator == "model"):
             continue
-        # Nor does the plan have the scales of blocks that it brings.
-        if item.block and item.calibrator == "model":
+        array = weight_of(values[item.name])
+        if array is None:
             continue
         stored = _stored(array, item, rounded.get(item.name)).dequantized()
         weights[item.name, item.dtype] = stored.astype(array.dtype)
@@ -147,11 +148,12 @@ def weight_sqnr(
     values = {v.name: v for v in graph_values(model.graph)}
     losses: dict[tuple[str, str], WeightLoss] = {}
     for item in plan.values:
-        array = weight_of(values[item.name]) if (item.name, item.dtype) in weights else None
-        if array is None:
+        stored = weights.get((item.name, item.dtype))
+        array = weight_of(values[item.name])
+        if array is None or stored is None:
             continue
         wide = array.astype(np.float64)
-        noise = np.square(wide - weights[item.name, item.dtype])
+        noise = np.square(wide - stored)
         signal = np.square(wide)
         # Channels count under one scale too: there an uneven weight loses its small ones.
         axis = item.axis
@@ -173,7 +175,7 @@ def activations(plan: QuantPlan) -> list[QuantValue]:
     return [value for value in values if value.dtype in ("int8", "uint8")]
 
 
-def rounded(array: npt.NDArray[Any], value: QuantValue) -> tuple[npt.NDArray[Any], int]:
+def fake_quantized(array: npt.NDArray[Any], value: QuantValue) -> tuple[npt.NDArray[Any], int]:
     """What Q and DQ make of an array, and how many of its elements lie beyond the range."""
     limits, scale = np.iinfo(value.dtype), np.float32(value.scales[0])
     steps = np.rint(array / scale) + value.zero_point
@@ -206,13 +208,14 @@ def apply(model: ir.Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[An
     if least >= 23:
         quantized.ir_version = max(quantized.ir_version, 11)  # the first with float4
     values = {v.name: v for v in graph_values(quantized.graph)}
+    weights = rounded or {}
     writer = _Writer(quantized)
     for item in plan.values:
         value = values.get(item.name)
         if value is None:
             raise StageError("the plan quantises a value that the model does not have", where=item.name)
         if item.role == "weight":
-            dequantized = writer.weight(value, item, None if rounded is None else rounded.get(item.name))
+            dequantized = writer.weight(value, item, weights.get(item.name))
         else:
             dequantized = writer.activation(value, item)
         _rewire(value, item, dequantized)
@@ -239,7 +242,7 @@ class _Writer:
             whole = self.tensor(item.name + SCALE + SCALE, np.array(item.scales[0], dtype.numpy()))
             nodes = dynamic_blocks.quantizing(self.names, value, whole, item.block, item.name)
             for node in nodes:
-                node.metadata_props.update({MODULE: item.module} if item.module else {})
+                node.metadata_props.update(_metadata(item))
             self.graph.opset_imports.setdefault(dynamic_blocks.DOMAIN, 1)
             self._behind(value, nodes)
             return nodes[-1].outputs[0]
@@ -304,8 +307,14 @@ class _Writer:
         """A new node, not in a graph yet, with the module path of the plan's entry."""
         output = ir.Value(name=self.names.fresh(item.name + suffix), shape=shape, type=ir.TensorType(dtype))
         name = self.names.fresh(f"{item.name}/{op}")
-        props = {MODULE: item.module} if item.module else {}
-        return ir.node(op, inputs, attributes, outputs=[output], name=name, metadata_props=props)
+        return ir.node(op, inputs, attributes, outputs=[output], name=name, metadata_props=_metadata(item))
+
+
+def _metadata(item: QuantValue) -> dict[str, str]:
+    """The module path that the nodes of an entry carry."""
+    if not item.module:
+        return {}
+    return {MODULE: item.module}
 
 
 def _stored(array: npt.NDArray[Any], item: QuantValue, rounded: npt.NDArray[Any] | Stored | None) -> Stored:

@@ -29,21 +29,14 @@ FLOOR_DB = 10.0
 
 @dataclass(frozen=True)
 class Chosen:
-    """The outcome of the trials.
+    """The outcome of the trials."""
 
-    Attributes:
-        rules: with the layers that stay float.
-        placement: without them.
-        thresholds: by value and type, the name of the calibrator, or "bound", and its threshold.
-        floated: layers that stay float, with the SQNR in dB that their format would leave them.
-        errors: what was measured, by value, candidate and layer.
-    """
-
-    rules: Rules
-    placement: Placement
+    rules: Rules  # with the layers that stay float
+    placement: Placement  # without them
+    # by value and type, the name of the calibrator, or "bound", and its threshold
     thresholds: Mapping[tuple[str, str], tuple[str, float]]
-    floated: Mapping[str, float]
-    errors: range_candidates.Errors
+    floated: Mapping[str, float]  # layers that stay float, with the SQNR in dB that their format would leave them
+    errors: range_candidates.Errors  # what was measured, by value, candidate and layer
 
 
 def apart(
@@ -56,7 +49,7 @@ def apart(
     return rules, place(model, rules)
 
 
-def choose(
+def choose_ranges(
     model: ir.Model,
     rules: Rules,
     placed: Placement,
@@ -65,12 +58,7 @@ def choose(
     *,
     percentile: float,
 ) -> Chosen:
-    """Tries the thresholds of all calibrators on a few samples.
-
-    Args:
-        model: the float model, at an opset that has Q/DQ.
-        feeds: samples by input name.
-    """
+    """Tries the thresholds of all calibrators on a few samples."""
     bounds = qdq.bounds(model.graph)
     best: dict[tuple[str, str], tuple[str, float]] = {}
     groups: dict[tuple[str, str], tuple[str, ...]] = {}
@@ -89,7 +77,7 @@ def choose(
             # Floats have fine steps near 0 whatever their range. Smaller ones, chosen value by value, cost 1 to 3 dB at
             # the outputs of two small networks on samples that they were not chosen on: only the floor holds.
             candidates = {item.name: _greatest(item, candidates, histograms) for item in activations}
-        stored = qdq.apply(model, qdq.plan(model, weights, histograms, "minmax"))
+        stored = qdq.apply(model, qdq.make_plan(model, weights, histograms, "minmax"))
         ends: dict[str, tuple[float, float]] = {}
         for item in activations:
             group = range_candidates.group_of(item)
@@ -97,7 +85,7 @@ def choose(
             ends[item.name] = min(histograms[n].low for n in group), max(histograms[n].high for n in group)
         errors = range_trials.measure(model, stored, activations, candidates, feeds, ends)
         all_errors |= errors
-        chosen = range_candidates.choose(activations, candidates, errors)
+        chosen = range_candidates.best(activations, candidates, errors)
         for item in activations:
             best[item.name, item.dtype] = chosen[item.name], candidates[item.name][chosen[item.name]]
         for layer, db in range_candidates.layer_sqnr(chosen, errors).items():

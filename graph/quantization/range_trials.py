@@ -50,7 +50,6 @@ def measure(
     """The error of every layer with every candidate, over all feeds.
 
     Args:
-        model: the float model, at an opset that has Q/DQ.
         stored: the model with quantised weights alone.
         wanted: the activations, with their readers.
         candidates: thresholds by value and by the candidate's name.

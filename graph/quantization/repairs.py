@@ -25,21 +25,17 @@ SAME_DB = 100.0
 
 @dataclass(frozen=True)
 class Repairer:
-    """Applies single repairs to a calibrated model.
+    """Applies single repairs to a calibrated model."""
 
-    Attributes:
-        calibrate: calibrates a float model again, after its channels were scaled.
-        samples: an iterator over the calibration samples that are not held out; each call starts at the first one.
-    """
-
-    calibrate: Callable[[ir.Model], Calibrated]
+    calibrate: Callable[[ir.Model], Calibrated]  # calibrates a float model again, after its channels were scaled
+    # an iterator over the calibration samples that are not held out; each call starts at the first one.
     samples: Callable[[], Iterable[Feed]]
 
     def apply(self, name: Repair, calibrated: Calibrated) -> tuple[Calibrated, str]:
         """The model with one more repair, and a few words on what changed; "" if there was nothing to change."""
         repairs = (*calibrated.repairs, name)
         if name in ("adaround", "gptq"):
-            chosen = rounding.rounded(
+            chosen = rounding.round_weights(
                 calibrated.model, calibrated.plan, self.samples, calibrated.held_out, blocks=name == "gptq"
             )
             changed = f"weights rounded anew: {len(chosen.arrays)}" if chosen.arrays else ""
@@ -47,7 +43,7 @@ class Repairer:
             plan = rounding.with_scales(calibrated.plan, rounded.entries)
             return dataclasses.replace(calibrated, plan=plan, rounded=rounded, repairs=repairs), changed
         if name == "awq":
-            equalized = awq.scaled(calibrated.model, calibrated.plan, self.samples)
+            equalized = awq.scale_inputs(calibrated.model, calibrated.plan, self.samples)
         else:
             equalized = equalization.equalize(calibrated.model, calibrated.plan, self.samples(), norms=name == "smooth")
         if not equalized.groups:

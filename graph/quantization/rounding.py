@@ -43,18 +43,13 @@ ENDS = np.linspace(1.0, 0.7, 31, dtype=np.float32)
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer whose weights are quantised, and the value that it reads.
-
-    Attributes:
-        source: what is tapped.
-        activation: how that is quantised; None where it stays float.
-    """
+    """A layer whose weights are quantised, and the value that it reads."""
 
     node: ir.Node
     weight: QuantValue
     array: Array
-    source: str
-    activation: QuantValue | None
+    source: str  # what is tapped
+    activation: QuantValue | None  # how that is quantised; None where it stays float.
 
     @property
     def groups(self) -> int:
@@ -78,14 +73,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class RoundedWeights:
-    """The weights that were rounded, by name.
+    """The weights that were rounded, by name."""
 
-    Attributes:
-        arrays: each weight on its steps; one in blocks as it is stored.
-        entries: of the plan, with the ranges that the steps belong to.
-    """
-
+    # each weight on its steps; one in blocks as it is stored.
     arrays: Mapping[str, Array | Stored] = field(default_factory=dict)
+    # of the plan, with the ranges that the steps belong to
     entries: Mapping[str, QuantValue] = field(default_factory=dict)
 
     def with_others(self, other: RoundedWeights) -> RoundedWeights:
@@ -93,7 +85,7 @@ class RoundedWeights:
         return RoundedWeights({**self.arrays, **other.arrays}, {**self.entries, **other.entries})
 
 
-def rounded(
+def round_weights(
     model: ir.Model,
     plan: QuantPlan,
     feeds: Callable[[], Iterable[Feed]],
@@ -106,8 +98,6 @@ def rounded(
     Those of a ConvTranspose stay as they are.
 
     Args:
-        model: the float model.
-        plan: of it.
         feeds: gives samples by input name, at each call from the first on.
         held_out: other samples: a weight keeps the plan's range and the nearest steps where these lose by the choice.
         blocks: round the weights in blocks, by GPTQ; else those in int8, by AdaRound.
@@ -123,7 +113,7 @@ def rounded(
             if not total.any() or not np.isfinite(total).all():
                 continue
             if blocks:
-                stored = gptq.rounded(layer.rows[0], total[0], layer.weight.block, layer.weight.dtype)
+                stored = gptq.round_weight(layer.rows[0], total[0], layer.weight.block, layer.weight.dtype)
                 array = stored if affine_ops.outputs_come_first(layer.node) else stored.transposed()
                 entry = dataclasses.replace(layer.weight, calibrator="gptq")
                 solved[layer] = array, entry, stored.dequantized()[None]
@@ -177,7 +167,10 @@ def layers_of(model: ir.Model, plan: QuantPlan, *, blocks: bool) -> list[Layer]:
     for item in plan.values:
         if item.role != "weight" or len(item.readers) != 1 or entries[item.name] > 1:
             continue
-        if (not item.block) if blocks else (item.dtype != "int8"):
+        is_of_repair = item.dtype == "int8"
+        if blocks:
+            is_of_repair = item.block > 0
+        if not is_of_repair:
             continue
         reader, index = item.readers[0]
         node = nodes[reader]
@@ -228,7 +221,7 @@ def _inputs(model: ir.Model, layers: Sequence[Layer], feeds: Iterable[Feed]) -> 
     """For each feed and layer: what the layer multiplies its weights with, as it is quantised."""
     for layer, data in values_read(model, layers, feeds):
         if layer.activation is not None:
-            data, _ = qdq.rounded(data, layer.activation)
+            data, _ = qdq.fake_quantized(data, layer.activation)
         rows = _windows(layer, data)
         # One NaN would spoil all sums of the layer.
         yield layer, rows[np.isfinite(rows).all(axis=(1, 2))]
@@ -284,7 +277,9 @@ def _scales(layer: Layer, moments: Numbers) -> Numbers:
     best = np.full(planned.shape, np.inf)
     chosen = planned
     for end in ENDS:
-        scale = (planned * end).reshape(*rows.shape[:2], 1) if by_output else planned * end
+        scale = planned * end
+        if by_output:
+            scale = scale.reshape(*rows.shape[:2], 1)
         error = rows - np.clip(np.rint(rows / scale), -LEVELS, LEVELS) * scale
         noise = (np.square(error) * powers).sum(axis=2).reshape(-1)
         if not by_output:

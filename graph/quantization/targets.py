@@ -14,18 +14,12 @@ from layerline.pipeline.config.quantize_fields import CAPABILITIES, older
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How the operands of a layer are stored.
+    """How the operands of a layer are stored."""
 
-    Attributes:
-        weight: element type of weights, in ONNX's name for it.
-        activation: element type of activations; "" where they stay float.
-        opset: least opset that has the types.
-        block: elements along the summed axis of a weight that share a scale; 0 for a scale for each output channel.
-    """
-
-    weight: str
-    activation: str = ""
-    opset: int = 13
+    weight: str  # element type of weights, in ONNX's name for it
+    activation: str = ""  # element type of activations; "" where they stay float.
+    opset: int = 13  # least opset that has the types
+    # elements along the summed axis of a weight that share a scale; 0 for a scale for each output channel.
     block: int = 0
 
 
@@ -55,26 +49,20 @@ _LOOKUP = "it looks numbers up and multiplies none"
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One runtime.
+    """One runtime."""
 
-    Attributes:
-        formats: by operator, the formats that it takes. Operators that are missing stay float.
-        asymmetric: activations of int8 layers are uint8 with a zero point.
-        integer_bias: biases of int8 Conv and Gemm are int32, in steps of the input's scale times the weight's.
-        concat_shares: inputs and output of a Concat have one scale.
-        add_inputs: inputs of a residual Add that are quantised: 1, the skip input, for an Add that fuses into the Conv
-            before it; 2 for one with a kernel of its own.
-        outputs: operators whose output is quantised too, behind an activation function, for a kernel to write it.
-        reasons: by operator without a format, why it stays float.
-    """
-
+    # by operator, the formats that it takes. Operators that are missing stay float.
     formats: Mapping[str, tuple[str, ...]]
-    asymmetric: bool = False
+    asymmetric: bool = False  # activations of int8 layers are uint8 with a zero point
+    # biases of int8 Conv and Gemm are int32, in steps of the input's scale times the weight's
     integer_bias: bool = False
-    concat_shares: bool = True
+    concat_shares: bool = True  # inputs and output of a Concat have one scale
+    # inputs of a residual Add that are quantised: 1, the skip input, for an Add that fuses into the Conv before it; 2
+    # for one with a kernel of its own.
     add_inputs: int = 1
+    # operators whose output is quantised too, behind an activation function, for a kernel to write it
     outputs: tuple[str, ...] = ()
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)  # by operator without a format, why it stays float
 
 
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")

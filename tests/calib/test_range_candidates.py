@@ -7,7 +7,7 @@ import pytest
 
 from layerline.calib.histogram import Histogram
 from layerline.calib.plan import Wanted
-from layerline.calib.range_candidates import BOUND, SHIFT_WEIGHT, Error, bound_of, candidates, choose, layer_sqnr
+from layerline.calib.range_candidates import BOUND, SHIFT_WEIGHT, Error, best, bound_of, candidates, layer_sqnr
 
 
 def wanted(name, *shared):
@@ -50,7 +50,7 @@ def test_the_candidate_with_the_least_relative_error_over_all_readers_wins():
         ("x", "mse", "small"): Error(signal=1.0, error=0.5), ("x", "mse", "large"): Error(signal=1e6, error=1.0),
         ("x", "minmax", "small"): Error(signal=1.0, error=0.1), ("x", "minmax", "large"): Error(signal=1e6, error=1e4),
     }  # fmt: skip
-    assert choose([wanted("x")], tried, errors) == {"x": "minmax"}
+    assert best([wanted("x")], tried, errors) == {"x": "minmax"}
     assert layer_sqnr({"x": "minmax"}, errors) == {"small": pytest.approx(10), "large": pytest.approx(20)}
 
 
@@ -61,7 +61,7 @@ def test_values_that_share_a_scale_share_the_choice():
         ("a", "mse", "y"): Error(signal=1, error=0.01), ("a", "minmax", "y"): Error(signal=1, error=0.02),
         ("b", "mse", "z"): Error(signal=1, error=0.5), ("b", "minmax", "z"): Error(signal=1, error=0.1),
     }  # fmt: skip
-    assert choose(both, tried, errors) == {"a": "minmax", "b": "minmax"}
+    assert best(both, tried, errors) == {"a": "minmax", "b": "minmax"}
 
 
 def test_a_shift_counts_more_than_the_same_error_without_one():
@@ -73,7 +73,7 @@ def test_a_shift_counts_more_than_the_same_error_without_one():
 @pytest.mark.parametrize("error", [Error(signal=0, error=1), Error(signal=np.inf, error=1)])
 def test_what_no_layer_tells_leaves_the_first_candidate(error):
     tried = {"x": {"mse": 1.0, "minmax": 2.0}}
-    assert choose([wanted("x")], tried, {("x", "minmax", "y"): error}) == {"x": "mse"}
+    assert best([wanted("x")], tried, {("x", "minmax", "y"): error}) == {"x": "mse"}
     assert layer_sqnr({"x": "minmax"}, {("x", "minmax", "y"): error}) == {}
 
 
@@ -85,5 +85,5 @@ def test_a_candidate_that_breaks_a_layer_never_wins_and_leaves_it_float(broken):
         ("x", "minmax", "a"): Error(signal=1.0, error=0.5), ("x", "minmax", "b"): Error(signal=1.0, error=0.5),
         ("x", "mse", "off"): Error(signal=0.0, error=0.1), ("x", "minmax", "off"): Error(signal=0.0, error=0.2),
     }  # fmt: skip
-    assert choose([wanted("x")], tried, errors) == {"x": "minmax"}
+    assert best([wanted("x")], tried, errors) == {"x": "minmax"}
     assert layer_sqnr({"x": "mse"}, errors) == {"a": -float("inf"), "b": pytest.approx(20)}

@@ -32,7 +32,7 @@ def test_the_effect_is_the_error_of_the_outputs_with_the_layer_quantised_alone(b
     net = model(
         f"g (float[n, 8] x) => (float[n, 8] y{', float[n, 8] r' if body == TWO_OUTPUTS else ''}) {{ {body} }}", **W
     )
-    plan = qdq.plan(as_ir(net), place(as_ir(net)), ranges(net), "minmax")
+    plan = qdq.make_plan(as_ir(net), place(as_ir(net)), ranges(net), "minmax")
     shares = effects(net, qdq.apply(as_ir(net), plan), [{"x": X}], ["y", "b", "a"])
     assert list(shares) == ["y", "b", "a"]
     for layer, share in shares.items():
@@ -46,7 +46,7 @@ def test_the_gain_is_that_of_the_outputs_with_this_layer_alone_left_float(body, 
     monkeypatch.setattr(output_effects, "_NODES", nodes)
     outputs = f"float[n, 8] y{', float[n, 8] r' if body == TWO_OUTPUTS else ''}"
     net = model(f"g (float[n, 8] x) => ({outputs}) {{ {body} }}", **W)
-    plan = qdq.plan(as_ir(net), place(as_ir(net)), ranges(net), "minmax")
+    plan = qdq.make_plan(as_ir(net), place(as_ir(net)), ranges(net), "minmax")
 
     def noise(left_float):
         values = [replace(v, readers=tuple(r for r in v.readers if r[0] != left_float)) for v in plan.values]
@@ -94,7 +94,7 @@ def test_outputs_of_two_types_are_compared():
 
 def test_outputs_that_numpy_measures_are_handed_over_for_few_layers_at_a_time(monkeypatch):
     net = model(f"g (float[n, 8] x) => (float[n, 8] y) {{ {CHAIN} }}", **W)
-    quantized = qdq.apply(as_ir(net), qdq.plan(as_ir(net), place(as_ir(net)), ranges(net), "minmax"))
+    quantized = qdq.apply(as_ir(net), qdq.make_plan(as_ir(net), place(as_ir(net)), ranges(net), "minmax"))
     expected = effects(net, quantized, [{"x": X}], ["y", "b", "a"])
     handed_over = []
     graph = output_effects.effects_graph

@@ -31,7 +31,7 @@ def test_no_channel_is_off_on_average_any_more(call, x_shape, w_shape, b_shape, 
     x, weights = np.abs(f32(*x_shape)), {"w": f32(*w_shape)} | ({} if b_shape is None else {"b": f32(*b_shape)})
     light, placed, histograms, feed = setup(f"g (float[{dims}] x) => (float[{out}] y) {{ {call} }}", x, **weights)
     # A range that cuts half of the numbers moves every channel.
-    plan = qdq.plan(light, placed, histograms, "minmax", chosen={("x", "int8"): ("half", 0.6)})
+    plan = qdq.make_plan(light, placed, histograms, "minmax", chosen={("x", "int8"): ("half", 0.6)})
     quantized = qdq.apply(light, plan)
     # Often enough that the mean is certain.
     corrected, count = bias_correction.correct(quantized, range_choice.shifts(light, plan, [feed] * 500))
@@ -51,7 +51,7 @@ def test_a_value_of_two_formats_is_corrected_in_the_layers_of_both():
     light, _, histograms, feed = setup(text, x, **weights)
     placed = place(light, Rules(formats={"z": "fp8"}))
     chosen = {("x", "int8"): ("half", 0.6), ("x", "float8e4m3fn"): ("half", 0.9)}
-    plan = qdq.plan(light, placed, histograms, "minmax", chosen=chosen)
+    plan = qdq.make_plan(light, placed, histograms, "minmax", chosen=chosen)
     shifts = range_choice.shifts(light, plan, [feed] * 500)
     quantized = qdq.apply(light, plan)
     corrected, count = bias_correction.correct(quantized, shifts)

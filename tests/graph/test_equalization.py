@@ -75,7 +75,7 @@ def built(source, body, weights):
     inferred = onnx.shape_inference.infer_shapes(model(text, **weights))
     _, _, histograms, feed = setup(text, f32(*shape), **weights)
     light = as_ir(inferred)
-    return light, qdq.plan(light, place(light), histograms, "minmax"), feed
+    return light, qdq.make_plan(light, place(light), histograms, "minmax"), feed
 
 
 @pytest.mark.parametrize(("norms", "source", "body", "weights"), CASES, ids=[*BETWEEN_LAYERS, *BEHIND_NORMS])
@@ -142,7 +142,7 @@ def test_an_output_of_the_model_and_a_weight_of_two_layers_keep_their_numbers():
     for output, body in (("a", "y = Conv (a, v)"), ("z", "y = Conv (a, v) b = Relu (y) z = Conv (b, v)")):
         light = as_ir(onnx.shape_inference.infer_shapes(model(text.format(output, body), **weights)))
         _, placed, histograms, feed = setup(text.format(output, body), f32(2, 3, 8, 8), **weights)
-        plan = qdq.plan(light, placed, histograms, "minmax")
+        plan = qdq.make_plan(light, placed, histograms, "minmax")
         assert equalization.equalize(light, plan, [feed], norms=False).groups == 0
 
 

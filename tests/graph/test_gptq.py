@@ -46,7 +46,7 @@ def test_gptq_gives_what_a_slow_reference_gives(name):
     x = correlated(rng, 200, 96)
     rows = rng.standard_normal((5, 96)).astype(np.float32)
     moments = x.T.astype(np.float64) @ x
-    stored = gptq.rounded(rows, moments, block, dtype)
+    stored = gptq.round_weight(rows, moments, block, dtype)
     np.testing.assert_allclose(stored.dequantized(), slow_gptq(rows, moments, block, dtype), rtol=1e-5, atol=1e-6)
     nearest = in_blocks(rows, 1, block, dtype).dequantized()
     errors = [np.square(x @ (weight - rows).T).sum() for weight in (stored.dequantized(), nearest)]
@@ -57,7 +57,7 @@ def test_gptq_bears_inputs_that_are_never_fed():
     rng = np.random.default_rng(2)
     x = correlated(rng, 20, 64)
     x[:, ::3] = 0
-    stored = gptq.rounded(rng.standard_normal((4, 64)).astype(np.float32), x.T @ x, 32, "int4")
+    stored = gptq.round_weight(rng.standard_normal((4, 64)).astype(np.float32), x.T @ x, 32, "int4")
     assert np.isfinite(stored.dequantized()).all()
 
 
@@ -67,7 +67,7 @@ def test_no_block_of_a_half_precision_weight_has_the_scale_0():
     moments = np.eye(64, dtype=np.float32)
     # numpy fails where a number is divided by 0.
     with np.errstate(all="raise", under="ignore"):
-        for stored in (in_blocks(weight, 1, 16, "float4e2m1"), gptq.rounded(weight, moments, 16, "float4e2m1")):
+        for stored in (in_blocks(weight, 1, 16, "float4e2m1"), gptq.round_weight(weight, moments, 16, "float4e2m1")):
             assert (stored.scales.astype(np.float16) > 0).all()
             np.testing.assert_allclose(stored.dequantized(), weight, rtol=0.02, atol=1e-6)
 
@@ -77,12 +77,12 @@ def test_repairs_leave_out_rows_that_are_not_finite(bad):
     light, feed = net_and_feed(np.random.default_rng(6))
     plan = planned(light, "int4")
     spoilt = {"x": np.concatenate([feed["x"], np.full((1, 64), bad, np.float32)])}
-    exact = rounding.rounded(light, plan, lambda: [feed], blocks=True).arrays
-    other = rounding.rounded(light, plan, lambda: [spoilt], blocks=True).arrays
+    exact = rounding.round_weights(light, plan, lambda: [feed], blocks=True).arrays
+    other = rounding.round_weights(light, plan, lambda: [spoilt], blocks=True).arrays
     assert exact.keys() == other.keys() == {"w1", "w2"}
     for name, stored in exact.items():
         np.testing.assert_array_equal(stored.dequantized(), other[name].dequantized())
-    assert awq.scaled(light, plan, lambda: [spoilt]).groups == 2
+    assert awq.scale_inputs(light, plan, lambda: [spoilt]).groups == 2
 
 
 NET = """g (float[n, 64] x) => (float[n, 32] y) {
@@ -109,7 +109,7 @@ def net_and_feed(rng):
 def test_awq_computes_the_same_function_and_less_is_lost(name):
     light, feed = net_and_feed(np.random.default_rng(3))
     plan = planned(light, name)
-    done = awq.scaled(light, plan, lambda: [feed])
+    done = awq.scale_inputs(light, plan, lambda: [feed])
     assert done.groups == 2 and {"l", "a", "r"} <= done.scaled
     [exact], [same] = run(proto(light), feed["x"]), run(proto(done.model), feed["x"])
     assert np.abs(same - exact).max() < 1e-5 * np.abs(exact).max()
@@ -122,7 +122,7 @@ def test_awq_computes_the_same_function_and_less_is_lost(name):
 def test_gptq_of_a_model_loses_less_and_what_is_stored_is_what_it_chose(name):
     light, feed = net_and_feed(np.random.default_rng(4))
     plan = planned(light, name)
-    done = rounding.rounded(light, plan, lambda: [feed], blocks=True)
+    done = rounding.round_weights(light, plan, lambda: [feed], blocks=True)
     assert set(done.arrays) == {"w1", "w2"}
     repaired = rounding.with_scales(plan, done.entries)
     assert {value.calibrator for value in repaired.values} == {"gptq"}
@@ -131,13 +131,13 @@ def test_gptq_of_a_model_loses_less_and_what_is_stored_is_what_it_chose(name):
     # In another format, or in other blocks, the steps that it chose mean nothing.
     for other in ("nvfp4" if name == "int4" else "int4", "int8"):
         elsewhere = Rules(format=name, formats={"a": other})
-        changed = qdq.plan(light, place(light, elsewhere), {"l": histogram_of(feed["x"])}, "minmax")
+        changed = qdq.make_plan(light, place(light, elsewhere), {"l": histogram_of(feed["x"])}, "minmax")
         plain, kept = (qdq.stored_weights(light, changed, arrays) for arrays in ({}, done.arrays))
         np.testing.assert_array_equal(kept["w1", changed.value("w1").dtype], plain["w1", changed.value("w1").dtype])
     # int8 layers are left to AdaRound, and a weight that is read twice to the nearest step.
-    assert rounding.rounded(light, plan, lambda: [feed]).arrays == {}
+    assert rounding.round_weights(light, plan, lambda: [feed]).arrays == {}
     twice = tuple(dataclasses.replace(v, readers=(*v.readers, ("y", 1))) for v in plan.values)
-    assert rounding.rounded(light, QuantPlan(values=twice, kept=()), lambda: [feed], blocks=True).arrays == {}
+    assert rounding.round_weights(light, QuantPlan(values=twice, kept=()), lambda: [feed], blocks=True).arrays == {}
 
 
 def histogram_of(array):
@@ -147,7 +147,7 @@ def histogram_of(array):
 
 
 def planned(light, name):
-    return qdq.plan(light, place(light, Rules(format=name)), {}, "minmax")
+    return qdq.make_plan(light, place(light, Rules(format=name)), {}, "minmax")
 
 
 def loss(exact, light, plan, x, rounded=None):
@@ -211,10 +211,10 @@ def test_a_trained_transformer_loses_less_on_samples_that_were_not_read(name):
     for repairs in ((), ("awq",), ("gptq",), ("awq", "gptq")):
         model, weights, entries = light, {}, plan
         if "awq" in repairs:
-            model = awq.scaled(light, plan, lambda: [read]).model
+            model = awq.scale_inputs(light, plan, lambda: [read]).model
             entries = planned(model, name)
         if "gptq" in repairs:
-            weights = rounding.rounded(model, entries, lambda: [read], blocks=True).arrays
+            weights = rounding.round_weights(model, entries, lambda: [read], blocks=True).arrays
         [exact] = run(proto(light), fresh)
         losses[repairs] = loss(exact, model, entries, fresh, weights) / np.square(exact).sum()
     print({names: f"{-10 * np.log10(each):.1f} dB" for names, each in losses.items()})

@@ -52,7 +52,7 @@ def quantize(model, *arrays, rules=None, calibrator="minmax", nonfinite="stop"):
         lambda taps: OnnxRuntime().open(model.SerializeToString(), taps), [Batch(feed, None, 1)], names,
         nonfinite=nonfinite,
     )  # fmt: skip
-    plan = qdq.plan(as_ir(model), placement, ranges.histograms, calibrator)
+    plan = qdq.make_plan(as_ir(model), placement, ranges.histograms, calibrator)
     quantized = proto(qdq.apply(as_ir(model), plan))
     onnx.checker.check_model(quantized, full_check=True)
     return plan, quantized

@@ -51,7 +51,7 @@ def test_errors_are_those_of_the_quantised_layer(call, x_shape, w_shape, channel
     x, w = f32(*x_shape), f32(*w_shape)
     light, placed, histograms, feed = setup(f"g (float[{dims}] x) => (float[{out}] y) {{ y = {call} }}", x, w=w)
     activations = [a for a in placed.wanted if a.role == "activation"]
-    plan = qdq.plan(light, placed, histograms, "minmax")
+    plan = qdq.make_plan(light, placed, histograms, "minmax")
     weights = QuantPlan(values=tuple(v for v in plan.values if v.role == "weight"), kept=())
     found = range_trials.measure(
         light,
@@ -62,7 +62,7 @@ def test_errors_are_those_of_the_quantised_layer(call, x_shape, w_shape, channel
     )
     [want] = run(proto(light), x)
     for name, threshold in (("half", 1.0), ("minmax", histograms["x"].amax)):
-        chosen = qdq.plan(light, placed, histograms, "minmax", chosen={("x", "int8"): (name, threshold)})
+        chosen = qdq.make_plan(light, placed, histograms, "minmax", chosen={("x", "int8"): (name, threshold)})
         assert chosen.value("x").scales == (float(str(scale_of(threshold))),)
         [got] = run(proto(qdq.apply(light, chosen)), x)
         error = found["x", name, "y"]
@@ -83,7 +83,7 @@ def test_the_range_with_the_least_error_at_the_reader_is_taken():
     blind[0] = 0
     for w, least, greatest in ((blind, 0.1, 1.0), (keen, 39.9, 40.0)):
         light, placed, histograms, feed = setup("g (float[4, 8] x) => (float[4, 4] y) { y = MatMul (x, w) }", x, w=w)
-        chosen = range_choice.choose(light, Rules(), placed, histograms, [feed], percentile=90)
+        chosen = range_choice.choose_ranges(light, Rules(), placed, histograms, [feed], percentile=90)
         assert least <= chosen.thresholds["x", "int8"][1] <= greatest
 
 
@@ -101,9 +101,9 @@ def test_a_concat_of_very_different_inputs_shares_no_scale_and_a_layer_that_lose
     assert not any(x.shared for x in placed.wanted)
     [reason] = [k.reason for k in placed.kept if k.name == "c"]
     assert reason.startswith("its inputs differ ") and reason.endswith("so each keeps its own scale")
-    chosen = range_choice.choose(light, rules, placed, histograms, [feed], percentile=99.99)
+    chosen = range_choice.choose_ranges(light, rules, placed, histograms, [feed], percentile=99.99)
     assert set(chosen.floated) == {"y"} and chosen.floated["y"] < range_choice.FLOOR_DB
-    plan = qdq.plan(light, chosen.placement, histograms, "mse", chosen=chosen.thresholds)
+    plan = qdq.make_plan(light, chosen.placement, histograms, "mse", chosen=chosen.thresholds)
     assert [k.reason for k in plan.kept if k.name == "y"] == [
         f"int8 would leave it {chosen.floated['y']:.1f} dB by itself"
     ]
@@ -121,16 +121,16 @@ def test_a_softmax_takes_its_bound_whatever_was_observed(calibrator):
     text = "g (float[n, 64] x) => (float[n, 4] y) { s = Softmax (x) y = MatMul (s, w) }"
     light, placed, histograms, feed = setup(text, f32(3, 64), w=f32(64, 4))
     assert histograms["s"].amax < 0.5
-    value = qdq.plan(light, placed, histograms, calibrator).value("s")
+    value = qdq.make_plan(light, placed, histograms, calibrator).value("s")
     assert (value.amax, value.calibrator) == (1.0, range_candidates.BOUND)
-    chosen = range_choice.choose(light, Rules(), placed, histograms, [feed], percentile=99.99)
+    chosen = range_choice.choose_ranges(light, Rules(), placed, histograms, [feed], percentile=99.99)
     assert chosen.thresholds.get(("s", "int8"), (0, 1.0))[1] == 1
 
 
 def test_names_of_the_model_may_be_those_that_a_trial_uses():
     text = "g (float[n, 4] x) => (float[n, 4] e) { q = MatMul (x, w) sums = Relu (q) e = MatMul (sums, w) }"
     light, placed, histograms, feed = setup(text, f32(3, 4), w=f32(4, 4))
-    errors = range_choice.choose(light, Rules(), placed, histograms, [feed], percentile=99.99).errors
+    errors = range_choice.choose_ranges(light, Rules(), placed, histograms, [feed], percentile=99.99).errors
     assert {layer for _, _, layer in errors} == {"q", "e"}
 
 
@@ -147,7 +147,7 @@ def test_a_layer_that_fp8_does_not_serve_stays_float():
     from layerline.graph.io.opset import raise_opset
 
     light = raise_opset(light, 19)
-    chosen = range_choice.choose(light, rules, placed, histograms, [feed], percentile=99.99)
+    chosen = range_choice.choose_ranges(light, rules, placed, histograms, [feed], percentile=99.99)
     assert list(chosen.floated) == ["y"] and chosen.floated["y"] < 10
     assert chosen.rules.keep["y"].startswith("fp8 would leave it")
     [x_only] = [item for item in chosen.placement.wanted if item.role == "activation"]

@@ -39,15 +39,15 @@ def prepared(call, x_shape, w_shape):
     x += f32(*x_shape).mean(axis=1, keepdims=True) + 0.5
     text = f"g (float[{dims}] x) => (float[{out}] y) {{ y = {call} }}"
     light, placed, histograms, feed = setup(text, x, w=w)
-    return light, qdq.plan(light, placed, histograms, "minmax"), feed, w
+    return light, qdq.make_plan(light, placed, histograms, "minmax"), feed, w
 
 
 @pytest.mark.parametrize(("call", "x_shape", "w_shape"), CALLS)
 def test_the_output_loses_less_than_with_the_nearest_steps(call, x_shape, w_shape):
     light, plan, feed, w = prepared(call, x_shape, w_shape)
-    done = rounding.rounded(light, plan, lambda: [feed])
+    done = rounding.round_weights(light, plan, lambda: [feed])
     weights = done.arrays
-    np.testing.assert_array_equal(weights["w"], rounding.rounded(light, plan, lambda: [feed]).arrays["w"])
+    np.testing.assert_array_equal(weights["w"], rounding.round_weights(light, plan, lambda: [feed]).arrays["w"])
     activations = QuantPlan(values=tuple(v for v in plan.values if v.role == "activation"), kept=())
     repaired = rounding.with_scales(plan, done.entries)
     models = (
@@ -72,13 +72,13 @@ def test_inputs_in_uint8_are_taken_as_they_are_stored():
     light, _, feed, _ = prepared("Gemm (x, w)", (300, 12), (12, 5))
     histogram = Histogram()
     histogram.update(feed["x"])
-    plan = qdq.plan(light, place(light, Rules(target="onnxruntime")), {"x": histogram, "y": histogram}, "minmax")
+    plan = qdq.make_plan(light, place(light, Rules(target="onnxruntime")), {"x": histogram, "y": histogram}, "minmax")
     assert plan.value("x").zero_point != 0
     # Half of the range is cut off, so that what is stored differs from the float values by far.
     x = dataclasses.replace(plan.value("x"), scales=(plan.value("x").scales[0] / 2,))
     values = tuple(x if value.name == "x" else value for value in plan.values)
     plan = dataclasses.replace(plan, values=values)
-    stored = qdq.rounded(feed["x"], x)[0]
+    stored = qdq.fake_quantized(feed["x"], x)[0]
     [layer] = rounding.layers_of(light, plan, blocks=False)
     sums, count = rounding._moments(light, [layer], [feed])["w"]
     assert count == 300 and np.abs(stored - feed["x"]).max() > 0.5
@@ -87,7 +87,7 @@ def test_inputs_in_uint8_are_taken_as_they_are_stored():
 
 def test_no_single_change_lessens_the_error():
     light, plan, feed, w = prepared("Gemm <transB = 1> (x, w)", (4000, 6), (1, 6))
-    done = rounding.rounded(light, plan, lambda: [feed])
+    done = rounding.round_weights(light, plan, lambda: [feed])
     [chosen] = done.arrays["w"]
     [scale] = done.entries["w"].scales
     [activation] = plan.value("x").scales
@@ -107,22 +107,22 @@ def test_memory_is_bounded_by_passes(monkeypatch):
     runs = []
     text = "g (float[300, 12] x) => (float[300, 5] y) { a = Gemm (x, w) b = Gemm (a, v) y = Gemm (b, w2) }"
     light, placed, histograms, feed = setup(text, f32(300, 12), w=f32(12, 12), v=f32(12, 12), w2=f32(12, 5))
-    plan = qdq.plan(light, placed, histograms, "minmax")
+    plan = qdq.make_plan(light, placed, histograms, "minmax")
 
     def feeds():
         runs.append(1)
         return [feed]
 
-    whole = rounding.rounded(light, plan, feeds)
+    whole = rounding.round_weights(light, plan, feeds)
     assert len(runs) == 1
     # Room for the moments of two layers: four bytes for each of 12 x 12.
     monkeypatch.setattr(rounding, "MOST_BYTES", 2 * 4 * 144)
-    parts = rounding.rounded(light, plan, feeds)
+    parts = rounding.round_weights(light, plan, feeds)
     assert len(runs) == 3
     for name in ("w", "v", "w2"):
         np.testing.assert_array_equal(whole.arrays[name], parts.arrays[name])
     monkeypatch.setattr(rounding, "MOST_BYTES", 100)
-    assert rounding.rounded(light, plan, feeds).arrays == {}
+    assert rounding.round_weights(light, plan, feeds).arrays == {}
 
 
 def test_weights_of_two_types_and_of_eight_bit_floats_keep_their_numbers():
@@ -130,7 +130,7 @@ def test_weights_of_two_types_and_of_eight_bit_floats_keep_their_numbers():
     weight = plan.value("w")
     other = dataclasses.replace(weight, dtype="float8e4m3fn")
     for values in ((*plan.values, other), (plan.value("x"), other)):
-        assert rounding.rounded(light, QuantPlan(values=values, kept=()), lambda: [feed]).arrays == {}
+        assert rounding.round_weights(light, QuantPlan(values=values, kept=()), lambda: [feed]).arrays == {}
     changed = dataclasses.replace(weight, scales=tuple(2 * scale for scale in weight.scales))
     again = rounding.with_scales(QuantPlan(values=(weight, other), kept=()), {"w": changed})
     assert [value.scales for value in again.values] == [changed.scales, other.scales]

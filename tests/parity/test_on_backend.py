@@ -81,7 +81,7 @@ def test_a_backend_that_is_missing_or_broken_says_why(tmp_path, monkeypatch) -> 
 def test_weights_in_float4_are_compared_with_the_numbers_that_they_stand_for(tmp_path) -> None:
     pytest.importorskip("openvino")
     net = model("g (float[n, 64] x) => (float[n, 2] y) { y = MatMul (x, w) }", w=np.ones((64, 2), np.float32))
-    stored = qdq.apply(as_ir(net), qdq.plan(as_ir(net), place(as_ir(net), Rules(format="nvfp4")), {}, "minmax"))
+    stored = qdq.apply(as_ir(net), qdq.make_plan(as_ir(net), place(as_ir(net), Rules(format="nvfp4")), {}, "minmax"))
     report = on(tmp_path, "openvino", "", proto(stored))
     [row] = report.records
     # 1 is a number of the type.

@@ -32,13 +32,13 @@ CASES = {
 def test_what_the_quantised_layer_loses_is_explained(call, case):
     x, w = CASES[case]
     light, placed, histograms, feed = setup(f"g (float[n, 8] x) => (float[n, 6] y) {{ y = {call} }}", x, w=w)
-    plan = qdq.plan(light, placed, histograms, "minmax")
+    plan = qdq.make_plan(light, placed, histograms, "minmax")
     weights = qdq.stored_weights(light, plan, {})
     explained = own_errors(converted(light, plan), [feed])["y"]
     # By hand: every input is rounded to its steps.
     value = qdq.activations(plan)[0]
     exact = x.astype(np.float64) @ w
-    rounded = qdq.rounded(x, value)[0].astype(np.float64) @ weights["w", "int8"]
+    rounded = qdq.fake_quantized(x, value)[0].astype(np.float64) @ weights["w", "int8"]
     assert explained == pytest.approx(10 * np.log10((exact**2).sum() / ((exact - rounded) ** 2).sum()), abs=0.01)
     [row] = compare(light, qdq.apply(light, plan), [feed], isolated=True)
     assert row.extra[OWN] == pytest.approx(explained, abs=0.01)
@@ -53,7 +53,7 @@ def test_float8_is_rounded_as_the_model_rounds_it():
     x = X * np.float32(1e-3)  # some numbers are subnormal in float8
     text = "g (float[n, 8] x) => (float[n, 6] y) { y = MatMul (x, w) }"
     light, _, histograms, feed = setup(text, x, w=W)
-    plan = qdq.plan(light, place(light, Rules(format="fp8")), histograms, "minmax")
+    plan = qdq.make_plan(light, place(light, Rules(format="fp8")), histograms, "minmax")
     [row] = compare(light, qdq.apply(light, plan), [feed], isolated=True)
     assert 20 < row.extra[OWN] == pytest.approx(own_errors(converted(light, plan), [feed])["y"], abs=0.01)
 
@@ -63,7 +63,7 @@ def test_convolutions_with_zero_points_and_layers_of_other_types():
     x, v, u = (RNG.standard_normal(shape).astype(np.float32) for shape in ((2, 3, 5, 5), (4, 3, 3, 3), (4, 4, 1, 1)))
     text = f"g (float[2, 3, 5, 5] x) => (float[2, 4, 5, 5] y) {{ {body} }}"
     light, placed, histograms, feed = setup(text, x, v=v, u=u)
-    plan = qdq.plan(light, placed, histograms, "minmax")
+    plan = qdq.make_plan(light, placed, histograms, "minmax")
     values = [dataclasses.replace(item, zero_point=-20) if item.name == "r" else item for item in plan.values]
     plan = dataclasses.replace(plan, values=tuple(values))
     explained = own_errors(converted(light, plan), [feed])

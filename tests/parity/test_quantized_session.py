@@ -19,7 +19,7 @@ from tests.graph.test_range_choice import setup
 def test_a_session_as_near_to_float_as_the_graph_as_written_is_no_failure(tmp_path, monkeypatch, wrong, passed):
     text = "g (float[8, 6] x) => (float[8, 5] y) { y = Gemm (x, w) }"
     light, placed, histograms, feed = setup(text, f32(8, 6), w=f32(6, 5))
-    plan: QuantPlan = qdq.plan(light, placed, histograms, "minmax")
+    plan: QuantPlan = qdq.make_plan(light, placed, histograms, "minmax")
     quantized = qdq.apply(light, plan)
     saved = proto(quantized)
     for tensor in saved.graph.initializer:

@@ -127,7 +127,7 @@ def check_emulated(tmp_path, quantized, rel) -> None:
 
 def test_weights_in_float4_are_evaluated_by_the_numbers_that_they_stand_for(tmp_path) -> None:
     net = model("g (float[n, 16] x) => (float[n, 2] y) { y = MatMul (x, w) }", w=np.ones((16, 2), np.float32))
-    stored = qdq.apply(as_ir(net), qdq.plan(as_ir(net), place(as_ir(net), Rules(format="nvfp4")), {}, "minmax"))
+    stored = qdq.apply(as_ir(net), qdq.make_plan(as_ir(net), place(as_ir(net), Rules(format="nvfp4")), {}, "minmax"))
     folders = {}
     for stage, light in (("fuse", as_ir(net)), ("quantize", stored)):
         folders[stage] = tmp_path / stage

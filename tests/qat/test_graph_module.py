@@ -49,7 +49,7 @@ def plan_of(model, feed, rules=None):
     histograms = {name: Histogram() for name in names}
     for name, histogram in histograms.items():
         histogram.update(values[name])
-    return qdq.plan(as_ir(model), placement, histograms, "minmax")
+    return qdq.make_plan(as_ir(model), placement, histograms, "minmax")
 
 
 def places(plan):
