@@ -55,9 +55,13 @@ class Survey:
             step = ROWS
         for start in range(0, batch.rows, step):
             if self._count % self._stride == 0:
-                self._kept.append(self._part(batch, start))
+                part = batch
+                if step < batch.rows:
+                    part = self.select(batch, np.arange(start, min(start + ROWS, batch.rows)))
+                self._kept.append(part)
             self._count += 1
-            if self._is_full():
+            # Every second part goes, those that follow are kept half as often: what stays is spread evenly.
+            if len(self._kept) > PARTS and sum(part.rows for part in self._kept) > PARTS * ROWS:
                 self._kept = self._kept[::2]
                 self._stride *= 2
         self.rows += batch.rows
@@ -67,15 +71,12 @@ class Survey:
         """The parts kept, in the order of the data."""
         return list(self._kept)
 
-    def _is_full(self) -> bool:
-        rows = sum(batch.rows for batch in self._kept)
-        return len(self._kept) > PARTS and rows > PARTS * ROWS
-
     def note(self, batch: Batch) -> None:
         """Notes the shapes and peaks of a batch."""
         for name, array in batch.feed.items():
             self.shapes.setdefault(name, set()).add(array.shape)
             if array.dtype.kind == "f":
+                # The sum is finite where all elements are, and needs no copy.
                 finite = array
                 if not np.isfinite(array.sum()):
                     finite = array[np.isfinite(array)]
@@ -94,8 +95,3 @@ class Survey:
         for name in self._inputs:
             feed[name] = batch.feed[name][rows]
         return Batch(feed, None, len(rows))
-
-    def _part(self, batch: Batch, start: int) -> Batch:
-        if batch.rows <= ROWS or not self.can_cut(batch):
-            return batch
-        return self.select(batch, np.arange(start, min(start + ROWS, batch.rows)))

@@ -47,10 +47,12 @@ def scale_inputs(model: ir.Model, plan: QuantPlan, feeds: Callable[[], Iterable[
 
 def _rows(model: ir.Model, layers: Sequence[Layer], feeds: Iterable[Feed]) -> dict[str, Numbers]:
     """By the value that layers read: rows of it, (rows, inputs)."""
+    # Layers that read one value get the same rows.
     first_readers = {layer.source: layer for layer in reversed(layers)}
     parts: dict[str, list[Numbers]] = {source: [] for source in first_readers}
     for layer, value in rounding.values_read(model, list(first_readers.values()), feeds):
         flat = value.reshape(-1, value.shape[-1])
+        # One NaN would spoil every mean.
         flat = flat[np.isfinite(flat).all(axis=1)]
         missing = ROWS - sum(len(part) for part in parts[layer.source])
         count = min(missing, ROWS_OF_A_FEED, len(flat))
@@ -73,6 +75,7 @@ def _best(group: Group, layers: Mapping[str, Layer], rows: Mapping[str, Numbers]
         readers.append((layer, inputs, spread))
         by_channel = np.abs(inputs).mean(axis=0, dtype=np.float64).reshape(group.channels, spread).mean(axis=1)
         magnitudes.append(by_channel / max(float(by_channel.mean()), 1e-30))
+    # No reader has a weight in blocks, or samples reached none of them.
     if not readers or not np.isfinite(magnitudes).all():
         return None
     magnitude = np.maximum(np.mean(magnitudes, axis=0), 1e-30)

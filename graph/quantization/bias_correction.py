@@ -48,11 +48,13 @@ def _correct(graph: ir.Graph, names: FreshNames, node: ir.Node, shift: npt.NDArr
         return False
     old = optional_input(holder, place)
     if old is None:
+        # The new bias has the type of what the layer reads.
         source = node.inputs[0]
         wide = np.zeros(shift.shape)
     else:
         source = old
         bias = weight_of(old)
+        # A bias of another size is stretched over the channels, or is computed.
         if bias is None or bias.size != shift.size:
             return False
         wide = bias.astype(np.float64)

@@ -148,6 +148,7 @@ class Calibrated:
             rules = dataclasses.replace(self.rules, keep={**self.rules.keep, **keep}, formats=formats)
             chosen = {(v.name, v.dtype): (v.calibrator, v.amax) for v in plan.values if v.role == "activation"}
             placed = qdq_placement.place(self.model, rules)
+            # Ranges stay as they were chosen; a value in a type that it did not have gets its range here.
             plan = qdq.make_plan(self.model, placed, self.ranges.histograms, "mse", chosen=chosen)
             plan = rounding.with_scales(plan, self.rounded.entries)
         # Steps and mean errors of int8 mean nothing to a layer in fp8.
@@ -248,6 +249,7 @@ def greatest_values(reference: ir.Model, data: CalibrationData, probes: Sequence
     """Measures the values of a float model on calibration samples, or on the probes where the task has none."""
     batches: Samples | list[Batch] = [Batch(dict(feed), None, 1) for feed in probes]
     notes: tuple[str, ...] = (f"the task has no samples: overflow was looked for on {len(probes)} probe feeds alone",)
+    # What overflows on any sample has to be seen, so held-out ones are read too.
     if data.hook() is not None:
         batches, notes = data.calibration()
     ranges = data.ranges(reference, mixed_precision.float_values(reference), batches, "skip")

@@ -54,6 +54,7 @@ class CostModel:
         written: dict[str, set[str]] = {}
         for name, layer in self._layers.items():
             layer_format = formats.get(name, rest)
+            # Formats of weights alone: the layer computes in the type of the rest.
             weight_bytes = WEIGHT_ONLY.get(layer_format)
             if weight_bytes is not None:
                 layer_format = rest

@@ -119,11 +119,13 @@ def groups_of(work: ir.Model, norms: bool | None) -> list[Group]:
     for node in work.graph:
         if node.outputs[0] in taken:
             continue
+        # Most nodes begin no group: that is no fault of the model.
         try:
             group = channel_groups.gather(node, scaling=True)
         except Declined:
             continue
         taken.update(group.places)
+        # A repair before has scaled it.
         if any(f"{value.name}{RESCALED}" in names for value in group.places):
             continue
         if norms in (None, bool(group.norms)) and group.consumers and not _shares_weights(group):
@@ -168,12 +170,14 @@ class _Term:
 
     def noise(self, factors: Numbers) -> float:
         """The noise of rounding activations and weights once the channels are divided by these factors."""
+        # All channels of an activation share the greatest range; the noise of each is multiplied with its weights.
         activations = np.square((self.channels.amax / factors).max()) * (np.square(factors) * self.squares).sum()
         weights = 0.0
         if self.greatest.size:
             ranges = np.square(self.greatest * factors).max(axis=1)
             if not self.per_channel:
                 ranges = np.full_like(ranges, ranges.max(initial=0.0))
+            # An output's weights are rounded in steps of its own range. Weights of 0 stay exact and add no noise.
             received = (self.greatest > 0) @ (self.channels.power / np.square(factors))
             weights = self.taps * float((ranges * received).sum())
         signal = float((self.channels.power * self.squares).sum())
@@ -223,6 +227,7 @@ def _best(terms: Sequence[_Term]) -> Numbers | None:
     """The factors with the least noise over all readers; None where none is clearly better than 1."""
     if not terms:
         return None
+    # Factors of 1 are the model as it is.
     plain = sum(term.noise(np.ones_like(term.squares)) for term in terms)
     activation = np.max([_relative(term.channels.amax) for term in terms], axis=0)
     # 1e-30 keeps outputs whose weights are all 0 from dividing by 0.
@@ -231,6 +236,7 @@ def _best(terms: Sequence[_Term]) -> Numbers | None:
     best, least = None, LEAST_GAIN * plain
     for a, b in _EXPONENTS:
         exponents = a * np.log2(activation) - b * np.log2(weight)
+        # Only ratios matter: most factors stay near 1.
         exponents -= np.median(exponents)
         factors = np.exp2(np.clip(exponents, -MOST, MOST))
         for term in terms:
@@ -265,11 +271,13 @@ def _scale(graph: ir.Graph, names: FreshNames, group: Group, factors: Numbers) -
     for node, linear in group.producers.items():
         _multiply(graph, names, node, 1, linear.along_outputs(1 / factors))
         _multiply(graph, names, node, 2, 1 / factors)
+    # Scale and bias of a normalisation, or the constant of a product.
     for node in group.norms:
         for index, value in enumerate(node.inputs[:3]):
             stored = constant(value)
             if stored is not None:
                 _multiply(graph, names, node, index, (1 / factors).reshape(stored.shape))
+    # What else works channel by channel passes factors on; an added constant has to be scaled.
     for node in group.between:
         if node.op_type not in ("Add", "Sub"):
             continue

@@ -26,12 +26,14 @@ def round_weight(rows: npt.NDArray[Any], moments: npt.NDArray[Any], block: int, 
         block: inputs that share a scale.
     """
     outputs, inputs = rows.shape
+    # Corrections change the weights little, so the range of the whole is that of the weights as they come.
     whole = whole_scale(rows, dtype)
     power = np.diagonal(moments).astype(np.float64)
     damped = moments + np.diag(np.full(inputs, DAMPING * power.mean()))
     # Row k of the upper factor is that of the inverse over the columns from k on, over the root of its own element.
     upper = np.linalg.cholesky(np.linalg.inv(damped.astype(np.float64))).T
     work = rows.astype(np.float64)
+    # Codes as float32: int4 and float4 have no arithmetic in numpy.
     codes = np.zeros(rows.shape, np.float32)
     multiples = np.zeros((outputs, inputs // block), np.float32)
     for start in range(0, inputs, block):

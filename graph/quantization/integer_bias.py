@@ -21,6 +21,7 @@ def store(model: ir.Model) -> ir.Model:
     for node in list(work.graph):
         if node.op_type not in ("Conv", "Gemm") or len(node.inputs) < 3:
             continue
+        # The steps of the bias would have to be multiplied by alpha and beta.
         if node.attributes.get_float("alpha", 1.0) != 1.0 or node.attributes.get_float("beta", 1.0) != 1.0:
             continue
         bias, scales = weight_of(node.inputs[2]), [_scale(value) for value in node.inputs[:2]]

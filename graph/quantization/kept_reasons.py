@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from layerline.calib.plan import Kept
 from layerline.graph.analysis.ir_queries import first_output, subgraphs
-from layerline.graph.quantization.naming import module_of
+from layerline.graph.quantization.naming import kept_float
 from layerline.graph.quantization.targets import OPS, WEIGHTED, Target
 from layerline.graph.quantization.weight_sources import weight_of
 
@@ -46,7 +46,7 @@ def listed(
         if not reason and first_output(node) not in quantized and node.op_type not in OPS:
             reason = _lacks_a_rule(node, fused, target, mode)
         if reason:
-            yield _kept(node, reason)
+            yield kept_float(node, reason)
         for body in subgraphs(node):
             yield from _in_body(node, body)
 
@@ -89,9 +89,8 @@ def _computes(node: ir.Node) -> bool:
 def _in_body(owner: ir.Node, body: ir.Graph) -> Iterator[Kept]:
     for node in body:
         if node.op_type in WEIGHTED or _large_weight(node) is not None:
-            yield _kept(
-                node, f"it is inside the body of {owner.op_type} {first_output(owner)}, where ranges are not observed"
-            )
+            place = f"the body of {owner.op_type} {first_output(owner)}"
+            yield kept_float(node, f"it is inside {place}, where ranges are not observed")
         for inner in subgraphs(node):
             yield from _in_body(owner, inner)
 
@@ -102,7 +101,3 @@ def _large_weight(node: ir.Node) -> str | None:
         if value is not None and array is not None and array.ndim > 1 and array.size >= _LARGE_WEIGHT:
             return value.name
     return None
-
-
-def _kept(node: ir.Node, reason: str) -> Kept:
-    return Kept(name=first_output(node), op=node.op_type, module=module_of(node), reason=reason)

@@ -46,6 +46,7 @@ def resolve(model: ir.Model, layers: Mapping[str, str]) -> LayerFormats:
         ConfigError: a pattern matches nothing in this model.
     """
     decided: dict[str, tuple[str, str]] = {}
+    # Patterns in their order: what comes later overwrites.
     for pattern, wanted in layers.items():
         for node in matching(model, [pattern], field="quantize.layers", reads=False):
             decided[first_output(node)] = (wanted, pattern)

@@ -17,7 +17,7 @@ from layerline.calib.plan import Kept
 from layerline.graph.analysis.ir_queries import FreshNames, constant, copied, first_output
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.io.opset import raise_opset
-from layerline.graph.quantization.naming import module_of
+from layerline.graph.quantization.naming import kept_float
 from layerline.graph.quantization.precision_choice import float32_nodes, half_slots
 from layerline.graph.quantization.weight_sources import drop_unread
 
@@ -67,7 +67,7 @@ def to_half(
     kept: list[Kept] = []
     for node, reason in float32.items():
         if reason:
-            kept.append(Kept(name=first_output(node), op=node.op_type, module=module_of(node), reason=reason))
+            kept.append(kept_float(node, reason))
     conversion = _Conversion(work, half, [n for n in work.graph if n not in float32])
     conversion.run()
     # A node none of whose inputs can be half only moves or makes integers.
@@ -104,6 +104,7 @@ def emulate(model: ir.Model) -> ir.Model:
     infer_types(work)
     names = FreshNames(work)
     halves = set(TYPES.values())
+    # Stored numbers are half already: widening them changes none.
     for tensor in list(work.graph.initializers.values()):
         if tensor.dtype in halves and tensor.const_value is not None:
             tensor.const_value = ir.tensor(tensor.const_value.numpy().astype("float32"), name=tensor.name)
@@ -112,6 +113,7 @@ def emulate(model: ir.Model) -> ir.Model:
         for output in node.outputs:
             if output.dtype in halves:
                 _round(work.graph, names, output, output.dtype)
+        # What a Cast rounds to is rounded behind it now.
         to = node.attributes.get("to")
         if node.op_type == "Cast" and to is not None and ir.DataType(to.as_int()) in halves:
             node.attributes["to"] = ir.AttrInt64("to", int(_FLOAT))
@@ -123,6 +125,7 @@ def _round(graph: ir.Graph, names: FreshNames, value: ir.Value, half: ir.DataTyp
     assert producer is not None
     is_output = value.is_graph_output()
     name = value.name or ""
+    # exact -> narrow (half) -> the old name (float32).
     value.name = names.fresh(f"{name}/exact")
     value.dtype = _FLOAT
     narrow = _cast(names, value, half, names.fresh(f"{name}/narrow"))
@@ -164,6 +167,7 @@ class _Conversion:
 
     def _convert(self, value: ir.Value) -> None:
         uses: list[Use] = [(u.node, u.idx) for u in value.uses()]
+        # One value may have readers of both kinds; each kind gets it in its own type.
         wants_half = [(node, i) for node, i in uses if i in self.slots.get(node, ())]
         wants_single = [u for u in uses if u not in wants_half]
         producer = value.producer()
@@ -173,6 +177,7 @@ class _Conversion:
         if not wants_half:
             return
         array = constant(value)
+        # A stored number is rounded here, and takes no Cast at run time.
         if array is not None:
             halved = array.astype(self.half.numpy())
             lost = int(np.count_nonzero(array) - np.count_nonzero(halved))
@@ -184,6 +189,7 @@ class _Conversion:
         _rewire(wants_half, cast.outputs[0])
         if producer is not None:
             producer.append(cast)
+        # An input has no node to stand behind.
         else:
             first_reader = min((node for node, _ in wants_half), key=lambda n: self.position[n])
             first_reader.prepend(cast)

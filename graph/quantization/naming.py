@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 
 import onnx_ir as ir
 
+from layerline.calib.plan import Kept
+from layerline.graph.analysis.ir_queries import first_output
 from layerline.graph.analysis.provenance import modules
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.nearest import did_you_mean
@@ -15,6 +17,11 @@ from layerline.pipeline.nearest import did_you_mean
 def module_of(node: ir.Node) -> str:
     """The main module path of a node; empty where it belongs to no module."""
     return next(iter(modules(node)), "")
+
+
+def kept_float(node: ir.Node, reason: str) -> Kept:
+    """The line of a plan for a node that stays float."""
+    return Kept(name=first_output(node), op=node.op_type, module=module_of(node), reason=reason)
 
 
 def matching(model: ir.Model, patterns: Sequence[str], *, field: str, reads: bool = True) -> set[ir.Node]:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from layerline.backends.base import Array
-from layerline.calib.plan import Kept, QuantPlan, QuantValue, Role
+from layerline.calib.plan import QuantPlan, QuantValue, Role
 from layerline.graph.analysis.ir_queries import (
     FreshNames,
     add_initializer,
@@ -26,7 +26,7 @@ from layerline.graph.analysis.ir_queries import (
 )
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.quantization import dynamic_blocks
-from layerline.graph.quantization.naming import module_of
+from layerline.graph.quantization.naming import kept_float, module_of
 from layerline.graph.quantization.qdq_placement import products
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of
 
@@ -49,13 +49,9 @@ def read(model: ir.Model) -> QuantPlan:
         if value is not None:
             values.append(value)
             readers.update(reader for reader, _ in value.readers)
-    kept: list[Kept] = []
     left_out = set(products(model)) - readers
-    for node in model.graph:
-        name = first_output(node)
-        if name in left_out:
-            kept.append(Kept(name=name, op=node.op_type, module=module_of(node), reason=_LEFT_OUT))
-    return QuantPlan(values=tuple(values), kept=tuple(kept))
+    kept = tuple(kept_float(node, _LEFT_OUT) for node in model.graph if first_output(node) in left_out)
+    return QuantPlan(values=tuple(values), kept=kept)
 
 
 def without(model: ir.Model) -> ir.Model:

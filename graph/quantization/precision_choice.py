@@ -96,7 +96,11 @@ def float32_nodes(
         skip: names of values or nodes, module paths, or globs that stay in float32.
     """
     choice = _Float32Choice(model, half, amax, skip)
-    choice.mark_single_nodes()
+    # First the nodes that stay float32 whatever is around them.
+    for node in choice.nodes:
+        reason = choice.own_reason(node)
+        if reason is not None:
+            choice.kept[node] = reason
     choice.propagate_backwards()
     choice.propagate_forwards()
     return choice.kept
@@ -106,19 +110,16 @@ class _Float32Choice:
     """Three passes over one graph. Each adds nodes to `kept`, those that stay in float32."""
 
     def __init__(self, model: ir.Model, half: ir.DataType, amax: Mapping[str, float], skip: Sequence[str]) -> None:
-        self.nodes, self.half, self.opset = list(model.graph), half, model.opset_imports.get("", 1)
+        self.nodes = list(model.graph)
+        self.half = half
+        self.opset = model.opset_imports.get("", 1)
         self.single = {v for v in model.graph.inputs if v.dtype == ir.DataType.FLOAT}
-        self.limits, self.type, self.amax = LIMITS[half], half.name.lower(), amax
+        self.limits = LIMITS[half]
+        self.type = half.name.lower()
+        self.amax = amax
         self.skipped = matching(model, skip, field="quantize.skip")
         self.kept: dict[ir.Node, str] = {}
         self._greatest: dict[ir.Value, float | None] = {}
-
-    def mark_single_nodes(self) -> None:
-        """Keeps the nodes that must stay float32 whatever is around them."""
-        for node in self.nodes:
-            reason = self._own_reason(node)
-            if reason is not None:
-                self.kept[node] = reason
 
     def propagate_backwards(self) -> None:
         """Keeps nodes that compute an angle, squares that are summed, or a mask before a softmax."""
@@ -130,9 +131,11 @@ class _Float32Choice:
                 source = value.producer() if value is not None else None
                 if source is None:
                     continue
+                # A small relative error of a large angle is a large error of its sine.
                 if node in angle_of and source.op_type in _ELEMENTWISE | _MOVES | {"MatMul", "Einsum"}:
                     angle_of[source] = angle_of[node]
                     self.kept.setdefault(source, f"its result is the angle of {angle_of[node]}")
+                # A mask of -1e9 overflows half, and softmax needs the sum with it.
                 elif node in softmax_of and source.op_type in _MASKS | _MOVES:
                     softmax_of[source] = softmax_of[node]
                     reason = ""
@@ -160,6 +163,7 @@ class _Float32Choice:
             if node not in self.kept:
                 continue
             self.single.update(node.outputs)
+            # A bounded operator (sigmoid, softmax) ends what is huge, a division what is delicate.
             spreads = node.op_type in _ELEMENTWISE | _MOVES
             name = node.outputs[0].name or ""
             constants = [self._constant(v) or 0.0 for v in read]
@@ -171,7 +175,8 @@ class _Float32Choice:
             if (starts or (from_delicate and spreads)) and not _ends_normalisation(node):
                 delicate.update(dict.fromkeys(node.outputs, from_delicate or name))
 
-    def _own_reason(self, node: ir.Node) -> str | None:
+    def own_reason(self, node: ir.Node) -> str | None:
+        """Why a node must stay float32 by itself; None where it need not, "" where that is not worth a line."""
         if node in self.skipped:
             return "skip"
         half_inputs, outputs_are_half = half_slots(node, self.half, self.opset)

@@ -256,6 +256,7 @@ class _Writer:
 
     def _behind(self, value: ir.Value, nodes: list[ir.Node]) -> None:
         producer = value.producer()
+        # An input of the model has no node to stand behind.
         if producer is None:
             self.first_reader[value].prepend(nodes)
         else:
@@ -274,6 +275,7 @@ class _Writer:
         if item.block:
             along["block_size"] = item.block
         quantized = self.tensor(item.name + QUANTIZED, stored.values)
+        # The scales of float4 are float8 themselves, multiples of one number.
         if stored.parts is not None:
             multiples = self.tensor(item.name + SCALE + QUANTIZED, stored.parts[0])
             whole = self.tensor(item.name + SCALE + SCALE, stored.parts[1].astype(array.dtype))
@@ -284,6 +286,7 @@ class _Writer:
         else:
             scale = self.tensor(item.name + SCALE, stored.scales.astype(array.dtype))
         inputs = [quantized, scale]
+        # Scales in blocks are symmetric, and runtimes take them without zero points.
         if not item.block:
             inputs.append(self.tensor(item.name + ZERO_POINT, np.zeros(stored.scales.shape, stored.values.dtype)))
         node = self.node("DequantizeLinear", inputs, item, DEQUANTIZED, dtype, shape, **along)
@@ -336,6 +339,7 @@ def _stored(array: npt.NDArray[Any], item: QuantValue, rounded: npt.NDArray[Any]
 
 def _rewire(value: ir.Value, item: QuantValue, dequantized: ir.Value) -> None:
     wanted = set(item.readers)
+    # Readers that the plan does not name keep the float value.
     for use in value.uses():
         reader = (first_output(use.node), use.idx)
         if reader in wanted:

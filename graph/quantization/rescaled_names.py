@@ -25,6 +25,7 @@ def apply(converted: Converted) -> Converted:
     models = [converted.reference, converted.model, converted.measured]
     if converted.trained is not None:
         models.append(converted.trained)
+    # Several fields may hold one model, which is renamed once.
     for model in {id(model): model for model in models}.values():
         _rename(model.graph, names)
     values: list[QuantValue] = []

@@ -124,6 +124,7 @@ def round_weights(
                 amax = LEVELS * float(scales.max())
                 entry = dataclasses.replace(layer.weight, scales=numbers, amax=amax, calibrator="adaround")
                 solved[layer] = layer.stored(rows), entry, rows
+        # What is fitted to few samples may lose on others.
         worse = _worse(model, {layer: rows for layer, (_, _, rows) in solved.items()}, held_out)
         for layer, (weight, entry, _) in solved.items():
             if layer not in worse:
@@ -178,6 +179,7 @@ def layers_of(model: ir.Model, plan: QuantPlan, *, blocks: bool) -> list[Layer]:
             continue
         array = weight_of(node.inputs[1])
         source = node.inputs[0]
+        # SAME pads by the size of the input, which differs from run to run.
         padded = node.attributes.get_string("auto_pad", "NOTSET")
         is_matrix = array is not None and array.ndim == 2
         if array is None or source is None or constant(source) is not None or padded not in ("NOTSET", "VALID"):
@@ -251,6 +253,7 @@ def _windows(layer: Layer, data: Numbers) -> Numbers:
     data = np.pad(data, ((0, 0), (0, 0), *both_ends))
     extents = tuple((size - 1) * step + 1 for size, step in zip(kernel, dilations, strict=True))
     axes = tuple(range(2, 2 + spatial))
+    # Views, not copies: neighbouring windows overlap.
     views = np.lib.stride_tricks.sliding_window_view(data, extents, axes)
     at_strides = tuple(slice(None, None, step) for step in strides)
     inside = tuple(slice(None, None, step) for step in dilations)
@@ -328,6 +331,7 @@ def with_scales(plan: QuantPlan, scales: Mapping[str, QuantValue]) -> QuantPlan:
     """The plan in which weights have the scales of these entries, where they are cut along the same axis."""
     values: list[QuantValue] = []
     for item in plan.values:
+        # In another format, or along another axis, the scales of the repair mean nothing.
         other = scales.get(item.name)
         if other is not None and (other.axis, other.dtype) == (item.axis, item.dtype):
             item = dataclasses.replace(item, scales=other.scales, amax=other.amax, calibrator=other.calibrator)
