@@ -330,11 +330,15 @@ def _remedy(records: Sequence[LayerDiff]) -> str:
     for record in sorted(records, key=lambda record: record.severity_by(order)):
         figure = record.extra.get(column)
         # Without an error there is nothing to keep float, nor where the outputs lose by it.
-        if not isinstance(figure, int | float) or figure == math.inf or (order == "gain" and figure <= 0):
+        if not isinstance(figure, int | float) or (order == "own" and figure == math.inf):
+            continue
+        if order == "gain" and figure <= 0:
             continue
         if not worst and order == "gain" and figure < LITTLE:
             return f"the outputs gain at most {figure:.1f} dB by one layer in float: pipe why looks for another cause"
         worst[record.name] = f"{record.name} in {record.where} ({figure:.1f} dB)"
+        if figure == math.inf:
+            worst[record.name] = f"{record.name} in {record.where} (no error is left)"
         if len(worst) == 3:
             break
     if not worst:
