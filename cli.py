@@ -46,6 +46,7 @@ def main() -> NoReturn:
         process_env.own_process()  # from here on Ctrl-C raises KeyboardInterrupt
         process_env.prepare()
         code = exit_codes.exit_code(lambda: _dispatch(command), as_json=as_json, debug=_DEBUG)
+        # From here on handlers that user code registered for the exit can change nothing.
         code = process_env.ended(code)
     except KeyboardInterrupt:  # before the command began, or while its end was being told
         process_env.interrupt_at_once()
@@ -54,6 +55,7 @@ def main() -> NoReturn:
 
 def _dispatch(arguments: list[str]) -> Any:
     """Runs a command. `-C DIR` is an option of every command; before the command it means the same."""
+    # How many words the option takes: `-C DIR` two, `-CDIR` and `--project=DIR` one.
     count = 0
     if arguments and arguments[0] in ("-C", "--project"):
         count = 2
@@ -119,6 +121,7 @@ def tune(shared: Shared, max_drop: opt.MaxDrop = None) -> None:
         options.append(f"quantize.max_drop={max_drop}")
     if takes_fp8(shared.project.stages):
         options.append("quantize.try_fp8=true")
+    # What the user sets comes last, and so wins.
     shared = replace(shared, sets=(*options, *shared.sets))
     _run(shared, ["quantize"], tables=("repairs", "search", "slices", "flipped answers"))
 
@@ -131,11 +134,13 @@ def _run(shared: Shared, stages: Sequence[str], *, force: bool = False, tables: 
 
     project = shared.project
     names = lookup.asked_for(project, stages)
+    # Before anything is said to run: a project without its task file has nothing to run.
     project.require_task(names)
     rank, _ = launched()
     silent = shared.as_json or rank > 0  # of several ranks the first one speaks
     with shared.at_work(project.stages, silent=silent) as live:
         done = watched_run(project, live, names, force=force)
+    # A failure of a stage is part of the outcome; only --debug asks for its traceback.
     if _DEBUG and done.error:
         raise done.error
     report = None
@@ -219,6 +224,7 @@ def status(shared: Shared) -> None:
 
     shared.project.require_task()
     steps, states = lookup.status(shared.planner)
+    # On standard error: scripts read the table.
     if run_lock.was_broken_off(shared.project.state):
         say(BROKEN_OFF, err=True)
     shared.show(json_output.status(steps, states), lambda out: terminal.status(out, steps, states))
@@ -274,9 +280,11 @@ def diff(
     from layerline.views import json_output, screen, selection, tables, terminal
 
     options = {"run": run_id, "set": shared.sets, "json": shared.as_json, "csv": as_csv, "data": data, "on": on}
+    # Each kind of comparison takes some of the options, and refuses the others by name.
     options |= {"against": against, "module": module, "repro": repro, "by-channel": by_channel}
     kind = opt.diff_kind(stage, other, options)
     limits = selection.read_limits(fail_under or ())
+    # Progress would stand between the lines of a document.
     silent = shared.as_json or as_csv
     beside = None
     if kind == "one stage":
@@ -289,6 +297,7 @@ def diff(
             with shared.at_work([shared.project.stage(name)], silent=silent) as live:
                 report = diff_on.diff_on(shared.project, name, on, live, run_id)
     else:
+        # Measuring effects takes another pass over the samples.
         measures_effect = sort in ("effect", "gain") or "effect" in limits
         further: dict[str, Any] = {"effect": measures_effect, "order": sort or "own", "channels": by_channel}
         if repro is not None:
@@ -303,6 +312,7 @@ def diff(
         report = selection.of_module(report, module)
         if beside is not None:
             beside = replace(beside, report=selection.matching(beside.report, module))
+    # What fell below a limit is told after the table, and ends the command with code 1.
     failing = selection.below(report, limits)
     failure = selection.failure(failing, report.stage)
     order = sort or ("network" if silent and not top else report.order)
@@ -377,6 +387,7 @@ def report(
     from layerline.pipeline.files import write_atomic
     from layerline.views import html, live
 
+    # Before the run is watched, which may take hours.
     if not output.parent.is_dir():
         raise PipeError(f"there is no folder {output.parent}", hint="create it, or choose another file with -o")
     if serve:
@@ -447,6 +458,7 @@ def debug(shared: Shared, stage: opt.Debugged, output: opt.DebugFolder = None) -
     from layerline.pipeline.commands.debug import debug as find
     from layerline.views import json_output, screen, terminal
 
+    # Absolute: hooks run in the folder of the project.
     target = (output or Path(f"debug-{stage}")).resolve()
     with shared.at_work([shared.project.stage(stage)]) as live:
         report, files = find(shared.project, stage, target, live)
