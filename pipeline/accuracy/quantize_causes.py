@@ -18,6 +18,7 @@ RANGE_USED = 0.125  # share of a range that calibration used from which downward
 # By so much a layer's own SQNR is lower than rounding explains: its error is twice as large. In sound models the two
 # differ by what the rounding of biases and of a half type for the rest adds, a tenth of a dB where int8 loses much.
 UNEXPLAINED_DB = 6.0
+GREAT_GAIN = 10.0  # dB by which the outputs gain from one layer that is the reason by itself
 LEAST_GAIN = 0.5  # by fewer dB the outputs hardly gain: other layers lose as much
 # Least loss of a slice that counts, for metrics between 0 and 1. A slice has few samples: one of 50 is as much.
 SLICE_LOSS = 0.02
@@ -167,7 +168,8 @@ def uneven_channels(evidence: Evidence, report: Report) -> Iterator[Cause]:
 def sensitive_layers(evidence: Evidence, report: Report) -> Iterator[Cause]:
     """Layers that lose most by themselves, with exact inputs; many small losses where no single one stands out."""
     rows = [record for record in report.sorted("own") if record.own_db is not None]
-    low = [record for record in rows if _own(record) < LOW_DB]
+    # A layer may lose little by itself, but in what the outputs are computed from.
+    low = [record for record in rows if _own(record) < LOW_DB or _gain(record) >= GREAT_GAIN]
     # What a layer loses by itself may be lost on the outputs: those first by which they gain.
     for record in sorted(low, key=lambda record: -_gain(record))[:3]:
         # Without its signal a layer is a better reason than a class that lost more than others.

@@ -94,6 +94,14 @@ def test_many_small_losses() -> None:
     assert (cause.name, cause.layer, cause.setting) == ("many small losses", "b", "quantize.search=true")
 
 
+@pytest.mark.parametrize(("gain", "named"), [(30.0, "a layer that int8 does not suit"), (3.0, "many small losses")])
+def test_a_layer_that_costs_the_outputs_most_is_no_small_loss(gain, named) -> None:
+    rows = [record("a", own=37.0), record("b", own=40.0)]
+    rows[1] = replace(rows[1], extra={**rows[1].extra, "gain_db": gain})
+    cause = only(quantize_causes.sensitive_layers, evidence("quantize", *rows))
+    assert (cause.name, cause.layer) == (named, "b" if gain > 10 else "a")
+
+
 def test_the_class_that_lost_most() -> None:
     rows = [{"slice": k, "metric": "accuracy", "change": change} for k, change in ((0, -0.01), (7, -0.6), (3, 0.0))]
     assert only(quantize_causes.lost_slice, evidence("quantize", tables={"slices": rows})).layer == "7"
