@@ -12,8 +12,9 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import sub
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,16 +45,6 @@ _PEAK_EVERY = 0.1
 # Bytes of weights that `update_ratio` is measured on: more of them say nothing new, and they are copied for it. They
 # are the first elements of so many parameters at most, from the first to the last one at equal distances.
 _RATIO_BYTES, _RATIO_PARAMS = 2**13, 64
-
-
-class _Totals(NamedTuple):
-    """Sums since this process began."""
-
-    steps: int
-    clipped: int
-    weight: float
-    waited: float  # seconds
-    time: float  # seconds on the clock
 
 
 class Monitor:
@@ -100,8 +91,9 @@ class Monitor:
         self._at_row = self._at_review = self._totals()
         self._peak, self._peak_read = 0.0, -math.inf
 
-    def _totals(self) -> _Totals:
-        return _Totals(self._steps, self._clipped, self._weight, self.waited, time.perf_counter())
+    def _totals(self) -> tuple[float, ...]:
+        """Sums since this process began, and the clock."""
+        return self._steps, self._clipped, self._weight, self.waited, time.perf_counter()
 
     def hush(self) -> None:
         """Goes on watching, but leaves it to another rank to speak and to draw."""
@@ -180,21 +172,20 @@ class Monitor:
         self, step: int, loss: float, norm: float, lr: float, scale: float, skipped: int, more: Mapping[str, float]
     ) -> None:
         """Closes an interval with a row; `more` are the cells of further columns."""
-        now, then = self._totals(), self._at_row
-        self._at_row = now
-        seconds = max(now.time - then.time, 1e-9)
-        if now.time - self._peak_read > _PEAK_EVERY:
-            self._peak, self._peak_read = peak_bytes(self._device) / 2**20, now.time
-        clip_rate = (now.clipped - then.clipped) / max(now.steps - then.steps, 1)
-        speed = (now.weight - then.weight) / seconds
-        waited = (now.waited - then.waited) / seconds or math.nan
+        totals = self._totals()
+        steps, clipped, weight, waited, seconds = map(sub, totals, self._at_row)
+        self._at_row = totals
+        seconds = max(seconds, 1e-9)
+        clock = totals[-1]
+        if clock - self._peak_read > _PEAK_EVERY:
+            self._peak, self._peak_read = peak_bytes(self._device) / 2**20, clock
         ratio = math.nan
         if self._before is not None:
             ratio = self._ratio(self._before)
         # In the order of COLUMNS; the last three are a validation's, which comes later.
         cells = [
-            step, loss, self._smooth, norm, clip_rate, lr, ratio, speed, waited, self._peak, scale, skipped,
-            math.nan, math.nan, math.nan,
+            step, loss, self._smooth, norm, clipped / max(steps, 1), lr, ratio, weight / seconds,
+            waited / seconds or math.nan, self._peak, scale, skipped, math.nan, math.nan, math.nan,
         ]  # fmt: skip
         cells += [more.get(column, math.nan) for column in self.columns[len(COLUMNS) :]]
         self.rows.append(array("d", cells))
@@ -270,17 +261,18 @@ class Monitor:
 
     def _review(self, norm: float) -> None:
         """Decides what to warn of. A cause that is gone is warned of again when it comes back."""
-        now, then = self._totals(), self._at_review
-        self._at_review = now
+        totals = self._totals()
+        steps, clipped, _, waited, seconds = map(sub, totals, self._at_review)
+        self._at_review = totals
         self._median = statistics.median(self._norms)
-        clipped = (now.clipped - then.clipped) / max(now.steps - then.steps, 1)
-        waited = (now.waited - then.waited) / max(now.time - then.time, 1e-9)
-        if clipped > 0.3:
-            self.warn("clip", f"{clipped:.0%} of the steps were clipped: lower the rate or raise the bound")
+        clip_rate = clipped / max(steps, 1)
+        if clip_rate > 0.3:
+            self.warn("clip", f"{clip_rate:.0%} of the steps were clipped: lower the rate or raise the bound")
         else:
             self._active.discard("clip")
-        if self.loads and waited > 0.3:
-            self.warn("wait", f"{waited:.0%} of the time goes to waiting for data: more workers may help")
+        wait_rate = waited / max(seconds, 1e-9)
+        if self.loads and wait_rate > 0.3:
+            self.warn("wait", f"{wait_rate:.0%} of the time goes to waiting for data: more workers may help")
         else:
             self._active.discard("wait")
         if norm <= 100 * self._median:

@@ -1,9 +1,8 @@
-"""The table of optimizers: class, fast paths and size of the state, by name."""
+"""The table of optimizers by name, and how they are built."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,31 +48,17 @@ class Several:
             part.zero_grad()
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One optimizer."""
-
-    make: type[torch.optim.Optimizer]  # the class; called with parameter groups and keyword arguments
-    fused: bool = False  # whether torch has a fused kernel for it
-    foreach: bool = True  # whether it has an argument `foreach`
-    complex: bool = False  # whether it supports complex parameters
-
-
-TABLE: Mapping[str, Rule] = {
-    "sgd": Rule(torch.optim.SGD, fused=True, complex=True),
-    "rmsprop": Rule(torch.optim.RMSprop, complex=True),
-    "adam": Rule(torch.optim.Adam, fused=True, complex=True),
-    "adamw": Rule(torch.optim.AdamW, fused=True, complex=True),
-    "adafactor": Rule(torch.optim.Adafactor),
-    "lamb": Rule(Lamb, foreach=False),
-    "lion": Rule(Lion, foreach=False),
-    "muon": Rule(torch.optim.Muon, foreach=False),
-}
+TABLE: Mapping[str, type[Optimizer]] = {
+    "sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
+    "adafactor": torch.optim.Adafactor, "lamb": Lamb, "lion": Lion, "muon": torch.optim.Muon,
+}  # fmt: skip
+# Those for which torch has a fused kernel, those with an argument `foreach`, and those that take complex parameters.
+_FUSED = ("sgd", "adam", "adamw")
+_FOREACH = ("sgd", "rmsprop", "adam", "adamw", "adafactor")
+TAKES_COMPLEX = ("sgd", "rmsprop", "adam", "adamw")
 
 
-def build(
-    config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[nn.Parameter]
-) -> torch.optim.Optimizer | Several:
+def build(config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[nn.Parameter]) -> Optimizer | Several:
     """The optimizer, with one group for each combination of rate, weight decay and other fields. Where
     `optimizer.groups` name other update rules, there is one optimizer for each."""
     if config.name == "custom":
@@ -93,13 +78,11 @@ def build(
 
 def _build_rule(
     name: str, config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[nn.Parameter]
-) -> torch.optim.Optimizer:
-    rule = TABLE[name]
+) -> Optimizer:
     for member, param in zip(members, stepped, strict=True):
-        if param.is_complex() and not rule.complex:
-            supporting = [other for other, r in TABLE.items() if r.complex]
+        if param.is_complex() and name not in TAKES_COMPLEX:
             raise ConfigError(f"{name} does not support complex parameters such as {member.name}",
-                              where="optimizer.name", hint=f"these do: {', '.join(supporting)}")  # fmt: skip
+                              where="optimizer.name", hint=f"these do: {', '.join(TAKES_COMPLEX)}")  # fmt: skip
         if name == "muon" and param.ndim != 2:
             raise ConfigError(f"muon steps matrices alone, and {member.name} has the shape {tuple(param.shape)}",
                               where="optimizer.name",
@@ -110,14 +93,14 @@ def _build_rule(
     groups = param_groups.grouped(config, members, stepped)
     # torch's fused SGD fails where a parameter's momentum begins later than that of others in its group.
     momentum = arguments.get("momentum") or any(group.get("momentum") for group in groups)
-    fused = rule.fused and not momentum
+    fused = name in _FUSED and not momentum
     plain = all(type(p) is nn.Parameter and p.is_floating_point() for p in stepped)
     devices = {p.device.type for p in stepped}
     if fused and plain and devices <= {"cpu", "cuda"} and len(devices) == 1 and fusible(stepped):
         arguments["fused"] = True
-    elif rule.foreach and plain:
+    elif name in _FOREACH and plain:
         arguments["foreach"] = True
-    return rule.make(groups, **arguments)
+    return TABLE[name](groups, **arguments)
 
 
 def part_for(optimizer: Any, config: OptimizerConfig, member: Member) -> Any:
