@@ -255,9 +255,10 @@ class Monitor:
 
     def _ratio(self, before: Tensor) -> float:
         self._before = None
-        size = torch.linalg.vector_norm(before)
-        moved = torch.linalg.vector_norm(before.sub_(torch.cat(self._sample)))
-        return float(moved) / float(size) if size else math.nan
+        # Each number is read from the device once.
+        size = torch.linalg.vector_norm(before).item()
+        moved = torch.linalg.vector_norm(before.sub_(torch.cat(self._sample))).item()
+        return moved / size if size else math.nan
 
     def _review(self, norm: float) -> None:
         """Decides what to warn of. A cause that is gone is warned of again when it comes back."""
