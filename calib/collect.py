@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy.typing as npt
 
@@ -18,6 +18,7 @@ from layerline.pipeline.report import Row
 FILE = "ranges.json"
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
 # Values tapped in one run of the first batch, whose size is not known yet.
 GROUP = 128
 # Bytes of the values tapped in one run of the other batches. Most models then need one run a batch.
@@ -87,7 +88,7 @@ def collect(
                 sizes[name] = arrays[name].nbytes
                 histograms[name].update(batch.real(arrays[name]))
         if index == 0 and len(groups) > 1:
-            groups = _packed(names, sizes)
+            groups = list(packed(names, sizes.__getitem__, GROUP_BYTES))
             sessions = [open_session(group) for group in groups]
         if nonfinite == "stop":
             _require_finite(histograms, index)
@@ -116,17 +117,19 @@ def collect(
     )
 
 
-def _packed(names: Sequence[str], sizes: Mapping[str, int]) -> list[list[str]]:
-    """The names in as few groups as GROUP_BYTES allows, in order."""
-    groups: list[list[str]] = [[]]
+def packed(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """The items in order, in groups of at most `most` bytes; one that is larger is a group of its own."""
+    group: list[T] = []
     total = 0
-    for name in names:
-        total += sizes[name]
-        if groups[-1] and total > GROUP_BYTES:
-            groups.append([])
-            total = sizes[name]
-        groups[-1].append(name)
-    return groups
+    for item in items:
+        if group and total + size(item) > most:
+            yield group
+            group = []
+            total = 0
+        group.append(item)
+        total += size(item)
+    if group:
+        yield group
 
 
 def _require_finite(histograms: Mapping[str, Histogram], batch: int) -> None:

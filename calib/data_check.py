@@ -153,8 +153,11 @@ def _cut(batch: Batch, inputs: Sequence[Input], limit: int) -> Batch:
     if batch.rows <= limit or not all(i.shape and isinstance(i.shape[0], str) for i in inputs):
         return batch
 
-    def head(array: Array) -> Array:
-        return array[:limit] if array.ndim and len(array) == batch.rows else array
+    def head(array: Any) -> Any:
+        # An array without samples, and an absent target, stay whole.
+        if isinstance(array, np.ndarray) and array.ndim and len(array) == batch.rows:
+            return array[:limit]
+        return array
 
-    target = None if batch.target is None else mapped(batch.target, head)
-    return Batch({k: head(v) for k, v in batch.feed.items()}, target, limit)
+    feed, target = mapped((batch.feed, batch.target), head)
+    return Batch(feed, target, limit)

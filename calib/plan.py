@@ -21,66 +21,40 @@ Role = Literal["activation", "weight"]
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """One value to quantise, before its scales are computed.
+    """One value to quantise, before its scales are computed."""
 
-    Attributes:
-        name: the value's name in the float model.
-        role: "activation" (QuantizeLinear and DequantizeLinear) or "weight" (stored and DequantizeLinear).
-        module: module path of the node that reads it first.
-        dtype: the element type, in ONNX's name for it.
-        axis: dimension the scales run along; None for one scale.
-        block: elements along the axis that share a scale; 0 for one scale at each position of the axis.
-        shared: other values that must have the same scale (inputs and output of a Concat).
-        readers: who reads the dequantised value: (first output of the reading node, position among its inputs).
-        why: the rules that want it.
-    """
-
-    name: str
-    role: Role
-    module: str = ""
-    dtype: str = "int8"
-    axis: int | None = None
-    block: int = 0
-    shared: tuple[str, ...] = ()
+    name: str  # the value's name in the float model
+    role: Role  # "activation" (QuantizeLinear and DequantizeLinear) or "weight" (stored and DequantizeLinear)
+    module: str = ""  # module path of the node that reads it first
+    dtype: str = "int8"  # the element type, in ONNX's name for it
+    axis: int | None = None  # dimension the scales run along; None for one scale.
+    block: int = 0  # elements along the axis that share a scale; 0 for one scale at each position of the axis.
+    shared: tuple[str, ...] = ()  # other values that must have the same scale (inputs and output of a Concat)
+    # who reads the dequantised value: (first output of the reading node, position among its inputs)
     readers: tuple[tuple[str, int], ...]
-    why: str
+    why: str  # the rules that want it
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantValue(Wanted):
-    """One value that is quantised.
+    """One value that is quantised."""
 
-    Attributes:
-        zero_point: one number, or one for each scale where they differ.
-        scales: float value of one step, one number per channel, or one. Empty for blocks, whose scales follow from the
-            weight.
-        amax: greatest |x| that is not clipped, over all channels.
-        seen: least and greatest value, of an activation in calibration.
-        calibrator: how `amax` was chosen.
-    """
-
-    zero_point: int | tuple[int, ...] = 0
+    zero_point: int | tuple[int, ...] = 0  # one number, or one for each scale where they differ
+    # float value of one step, one number per channel, or one. Empty for blocks, whose scales follow from the weight.
     scales: tuple[float, ...]
-    amax: float
-    seen: tuple[float, float]
-    calibrator: str
+    amax: float  # greatest |x| that is not clipped, over all channels
+    seen: tuple[float, float]  # least and greatest value, of an activation in calibration
+    calibrator: str  # how `amax` was chosen
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """One node, or constant, that stays float, and the reason.
+    """One node, or constant, that stays float, and the reason."""
 
-    Attributes:
-        name: first output of the node, or the constant's name.
-        op: operator, or "weight".
-        module: module path.
-        reason: one clause for people.
-    """
-
-    name: str
-    op: str
-    module: str = ""
-    reason: str
+    name: str  # first output of the node, or the constant's name
+    op: str  # operator, or "weight"
+    module: str = ""  # module path
+    reason: str  # one clause for people
 
 
 @dataclass(frozen=True, kw_only=True)

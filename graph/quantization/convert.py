@@ -237,12 +237,8 @@ def calibrate(
     )
 
 
-@dataclass(frozen=True)
-class Greatest:
-    """The greatest |x| of every float32 value, and notes about the samples that it was measured on."""
-
-    amax: Mapping[str, float]
-    notes: tuple[str, ...]
+# The greatest |x| of every float32 value, and notes about the samples that it was measured on.
+Greatest = tuple[Mapping[str, float], tuple[str, ...]]
 
 
 def greatest_values(reference: ir.Model, data: CalibrationData, probes: Sequence[Feed]) -> Greatest:
@@ -253,7 +249,7 @@ def greatest_values(reference: ir.Model, data: CalibrationData, probes: Sequence
     if data.hook() is not None:
         batches, notes = data.calibration()
     ranges = data.ranges(reference, mixed_precision.float_values(reference), batches, "skip")
-    return Greatest({name: histogram.amax for name, histogram in ranges.histograms.items()}, notes)
+    return {name: histogram.amax for name, histogram in ranges.histograms.items()}, notes
 
 
 def to_half(
@@ -276,8 +272,9 @@ def to_half(
     """
     opset = mixed_precision.required_opset(converted.model, mode)
     reference = raise_opset(converted.reference, opset)
-    half = mixed_precision.to_half(converted.model, mode, amax=greatest.amax, skip=skip, single=single, only=only)
-    notes = [*converted.notes, *(note for note in greatest.notes if note not in converted.notes)]
+    amax, sample_notes = greatest
+    half = mixed_precision.to_half(converted.model, mode, amax=amax, skip=skip, single=single, only=only)
+    notes = [*converted.notes, *(note for note in sample_notes if note not in converted.notes)]
     if half.nodes:
         notes.append(
             f"{half.nodes} nodes compute in {mode}; measured in float32 with every {mode} value rounded, "

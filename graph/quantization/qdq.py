@@ -115,11 +115,7 @@ class WeightLoss:
 def stored_weights(
     model: ir.Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any] | Stored]
 ) -> dict[tuple[str, str], npt.NDArray[Any]]:
-    """What each quantised weight of the float model stands for, in the weight's own type, by name and type.
-
-    Args:
-        rounded: as `apply` takes it.
-    """
+    """What each quantised weight of the float model stands for, in the weight's own type, by name and type."""
     values = {v.name: v for v in graph_values(model.graph)}
     stored_types = {entry.weight for entry in FORMATS.values()}
     weights: dict[tuple[str, str], npt.NDArray[Any]] = {}
@@ -139,11 +135,7 @@ def stored_weights(
 def weight_sqnr(
     model: ir.Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any] | Stored]
 ) -> dict[tuple[str, str], WeightLoss]:
-    """The SQNR of each quantised weight of the float model, by name and type; inf where nothing is lost.
-
-    Args:
-        rounded: as `apply` takes it.
-    """
+    """The SQNR of each quantised weight of the float model, by name and type; inf where nothing is lost."""
     weights = stored_weights(model, plan, rounded)
     values = {v.name: v for v in graph_values(model.graph)}
     losses: dict[tuple[str, str], WeightLoss] = {}
@@ -171,8 +163,8 @@ def weight_sqnr(
 
 def activations(plan: QuantPlan) -> list[QuantValue]:
     """The 8-bit activations that have one scale."""
-    values = [value for value in plan.values if value.role == "activation" and len(value.scales) == 1]
-    return [value for value in values if value.dtype in ("int8", "uint8")]
+    eight_bits = [value for value in plan.values if value.dtype in ("int8", "uint8")]
+    return [value for value in eight_bits if value.role == "activation" and len(value.scales) == 1]
 
 
 def fake_quantized(array: npt.NDArray[Any], value: QuantValue) -> tuple[npt.NDArray[Any], int]:

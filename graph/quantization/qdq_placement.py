@@ -103,11 +103,7 @@ def products(model: ir.Model) -> list[str]:
 
 
 def check_ops(ops: Sequence[str]) -> None:
-    """Refuses operators that have no rule.
-
-    Raises:
-        ConfigError: names the first such operator and the nearest one that has a rule.
-    """
+    """Raises ConfigError for an operator that has no rule, with the nearest one that has."""
     unknown = sorted(set(ops) - set(OPS))
     if unknown:
         hint = did_you_mean(unknown[0], OPS)

@@ -21,6 +21,7 @@ import onnx_ir as ir
 
 from layerline.backends.base import Array, Feed
 from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.calib.collect import packed
 from layerline.calib.histogram import shortest
 from layerline.calib.plan import QuantPlan, QuantValue
 from layerline.calib.scales import LEVELS, Stored, in_blocks
@@ -104,7 +105,9 @@ def round_weights(
     """
     arrays: dict[str, Array | Stored] = {}
     entries: dict[str, QuantValue] = {}
-    for layers in _passes(layers_of(model, plan, blocks=blocks)):
+    # A layer whose moments alone are too large keeps its nearest steps.
+    solvable = [layer for layer in layers_of(model, plan, blocks=blocks) if _moment_bytes(layer) <= MOST_BYTES]
+    for layers in packed(solvable, _moment_bytes, MOST_BYTES):
         moments = _moments(model, layers, feeds())
         solved: dict[Layer, tuple[Array | Stored, QuantValue, Numbers]] = {}
         for layer in layers:
@@ -189,22 +192,10 @@ def layers_of(model: ir.Model, plan: QuantPlan, *, blocks: bool) -> list[Layer]:
     return layers
 
 
-def _passes(layers: list[Layer]) -> Iterator[list[Layer]]:
-    """Layers whose moments fit in memory together. One whose own don't is left out."""
-    batch: list[Layer] = []
-    total = 0
-    for layer in layers:
-        groups, _, inputs = layer.rows.shape
-        size = 4 * groups * inputs**2
-        if size > MOST_BYTES:
-            continue
-        if total + size > MOST_BYTES:
-            yield batch
-            batch, total = [], 0
-        batch.append(layer)
-        total += size
-    if batch:
-        yield batch
+def _moment_bytes(layer: Layer) -> int:
+    """Memory of the second moments of what a layer reads, in float32."""
+    groups, _, inputs = layer.rows.shape
+    return int(4 * groups * inputs**2)
 
 
 def _moments(model: ir.Model, layers: list[Layer], feeds: Iterable[Feed]) -> dict[str, tuple[Numbers, int]]:
