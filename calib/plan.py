@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,6 +45,14 @@ class QuantValue(Wanted):
     amax: float  # greatest |x| that is not clipped, over all channels
     seen: tuple[float, float]  # least and greatest value, of an activation in calibration
     calibrator: str  # how `amax` was chosen
+
+
+def readers_of(values: Iterable[Wanted]) -> set[str]:
+    """The first outputs of the nodes that read one of these values quantised."""
+    readers = set[str]()
+    for value in values:
+        readers.update(name for name, _ in value.readers)
+    return readers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from layerline.calib.plan import readers_of
 from layerline.compare.compare_models import distances
 from layerline.compare.output_effects import effects
 from layerline.graph.analysis.ir_queries import first_output
@@ -233,7 +234,7 @@ class Search:
             converted = self._in_format(kept, name, converted)
         # Half precision has its own reasons to leave a layer in float32, such as its range; fp8 has no form of a pool.
         reasons = Counter(item.name for item in converted.plan.kept)
-        quantized = {reader for value in converted.plan.values for reader, _ in value.readers}
+        quantized = readers_of(converted.plan.values)
         formats = self._formats(kept)
         for layer, name in self._chosen.items():
             has_form = reasons[layer] < 2

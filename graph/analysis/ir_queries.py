@@ -80,6 +80,11 @@ def graph_values(graph: ir.Graph) -> Iterator[ir.Value]:
         yield from node.outputs
 
 
+def values_by_name(graph: ir.Graph) -> dict[str | None, ir.Value]:
+    """Every value of one graph, by its name."""
+    return {value.name: value for value in graph_values(graph)}
+
+
 def names(values: Iterable[ir.Value | None]) -> list[str]:
     """Names of values, without those that are left out or have none."""
     return [value.name for value in values if value is not None and value.name]

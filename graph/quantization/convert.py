@@ -16,7 +16,7 @@ from layerline.backends.onnxruntime import int8_flag, int8_note
 from layerline.calib.calibrators import Calibrator
 from layerline.calib.collect import Ranges
 from layerline.calib.hold_out import TOO_FEW
-from layerline.calib.plan import QuantPlan
+from layerline.calib.plan import QuantPlan, readers_of
 from layerline.calib.samples import Batch, Samples
 from layerline.calib.scales import Stored
 from layerline.graph.analysis.ir_queries import first_output, graph_values, node_label, stored, subgraphs
@@ -155,8 +155,8 @@ class Calibrated:
         in_fp8 = {value.name for value in plan.values if value.name in self.rounded.entries and "float8" in value.dtype}
         rounded = {name: array for name, array in self.rounded.arrays.items() if name not in in_fp8}
         quantized = qdq.apply(self.model, plan, rounded)
-        readers = {reader for value in plan.values for reader, _ in value.readers}
-        shifts = {layer: shift for layer, shift in self.shifts.items() if layer in readers - set(fp8)}
+        corrected = readers_of(plan.values) - set(fp8)
+        shifts = {layer: shift for layer, shift in self.shifts.items() if layer in corrected}
         if shifts:
             quantized, _ = bias_correction.correct(quantized, shifts)
         if TARGETS[self.rules.target].integer_bias:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from layerline.backends.base import Array
-from layerline.calib.plan import QuantPlan, QuantValue, Role
+from layerline.calib.plan import QuantPlan, QuantValue, Role, readers_of
 from layerline.graph.analysis.ir_queries import (
     FreshNames,
     add_initializer,
@@ -43,13 +43,11 @@ def present(model: ir.Model) -> bool:
 def read(model: ir.Model) -> QuantPlan:
     """The plan that the Q/DQ pairs of a model carry out; every matrix product without one is listed as float."""
     values: list[QuantValue] = []
-    readers = set[str]()
     for node in _dequantizers(model.graph):
         value = _entry(node)
         if value is not None:
             values.append(value)
-            readers.update(reader for reader, _ in value.readers)
-    left_out = set(products(model)) - readers
+    left_out = set(products(model)) - readers_of(values)
     kept = tuple(kept_float(node, _LEFT_OUT) for node in model.graph if first_output(node) in left_out)
     return QuantPlan(values=tuple(values), kept=kept)
 

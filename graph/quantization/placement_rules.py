@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from layerline.calib.plan import Role, Wanted
+from layerline.calib.plan import Role, Wanted, readers_of
 from layerline.graph.analysis.ir_queries import dim, first_output, name_of, names, rank
 from layerline.graph.quantization.channel_axes import channel_axis, shared_scales, summed_axis, uneven
 from layerline.graph.quantization.kept_reasons import FUSED, is_activation
@@ -200,7 +200,7 @@ def _weight_in_blocks(context: Context, node: ir.Node, name: str) -> Outcome:
 
 def residual_add(context: Context, node: ir.Node, wanted: Sequence[Wanted]) -> Outcome:
     """An Add that fuses into a quantised Conv before it: its other input."""
-    readers = {reader for item in wanted for reader, _ in item.readers}
+    readers = readers_of(wanted)
     inputs = [value for value in node.inputs if value is not None]
     activations = [value for value in inputs if is_activation(value)]
     producers = [value.producer() for value in inputs]

@@ -28,7 +28,7 @@ from layerline.graph.analysis.ir_queries import (
     captures,
     copied,
     first_output,
-    graph_values,
+    values_by_name,
 )
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.analysis.value_ranges import Ranges, greatest
@@ -74,7 +74,7 @@ def make_plan(
         StageError: calibration observed no finite number of an activation, or weights are not finite.
     """
     graph = model.graph
-    values = {v.name: v for v in graph_values(graph)}
+    values = values_by_name(graph)
     value_bounds = bounds(graph)
     items: list[QuantValue] = []
     for wanted in placement.wanted:
@@ -116,7 +116,7 @@ def stored_weights(
     model: ir.Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any] | Stored]
 ) -> dict[tuple[str, str], npt.NDArray[Any]]:
     """What each quantised weight of the float model stands for, in the weight's own type, by name and type."""
-    values = {v.name: v for v in graph_values(model.graph)}
+    values = values_by_name(model.graph)
     stored_types = {entry.weight for entry in FORMATS.values()}
     weights: dict[tuple[str, str], npt.NDArray[Any]] = {}
     for item in plan.values:
@@ -137,7 +137,7 @@ def weight_sqnr(
 ) -> dict[tuple[str, str], WeightLoss]:
     """The SQNR of each quantised weight of the float model, by name and type; inf where nothing is lost."""
     weights = stored_weights(model, plan, rounded)
-    values = {v.name: v for v in graph_values(model.graph)}
+    values = values_by_name(model.graph)
     losses: dict[tuple[str, str], WeightLoss] = {}
     for item in plan.values:
         stored = weights.get((item.name, item.dtype))
@@ -199,7 +199,7 @@ def apply(model: ir.Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[An
     infer_types(quantized)
     if least >= 23:
         quantized.ir_version = max(quantized.ir_version, 11)  # the first with float4
-    values = {v.name: v for v in graph_values(quantized.graph)}
+    values = values_by_name(quantized.graph)
     weights = rounded or {}
     writer = _Writer(quantized)
     for item in plan.values:

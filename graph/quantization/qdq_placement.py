@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from layerline.calib.plan import Kept, Wanted
-from layerline.graph.analysis.ir_queries import copied, first_output, graph_values, names
+from layerline.calib.plan import Kept, Wanted, readers_of
+from layerline.graph.analysis.ir_queries import copied, first_output, names, values_by_name
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.quantization import placement_rules
 from layerline.graph.quantization.kept_reasons import listed
@@ -90,8 +90,7 @@ def place(model: ir.Model, rules: Rules | None = None) -> Placement:
                 kept[node] = reason
     tensors = _tensors(wanted)
     _add_tied_readers(context, tensors)
-    quantized = {reader for item in tensors for reader, _ in item.readers}
-    lines = listed(context.nodes, kept, quantized, context.target, rules.format)
+    lines = listed(context.nodes, kept, readers_of(tensors), context.target, rules.format)
     positions = _positions(context)
     return Placement(tuple(sorted(tensors, key=lambda item: positions[item.name])), tuple(lines))
 
@@ -144,7 +143,7 @@ def _joined(first: Wanted, other: Wanted) -> Wanted:
 
 def _add_tied_readers(context: Context, tensors: list[Wanted]) -> None:
     """Lets all other readers of a quantised weight read its numbers too, so that no float copy remains."""
-    values = {value.name: value for value in graph_values(context.graph)}
+    values = values_by_name(context.graph)
     quantized = {reader for item in tensors for reader in item.readers}
     for index, item in enumerate(tensors):
         # Four bits are too few for a table that is looked up as well.
