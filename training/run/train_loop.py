@@ -157,6 +157,7 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
     if resumable:
         mo.load_ckpt(folder)
         run.resumed = run.attempted
+        run.lane.monitor.replay()
         log.say(f"resuming at step {run.resumed} of {run.total}")
     saved_at = time.perf_counter()
     saving = drawn_at = 0.0
