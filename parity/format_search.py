@@ -4,7 +4,8 @@
 2. The layers are ranked by the error that each alone adds to the outputs (`output_effects`), per byte that it saves.
 3. Bisection over the ranking: how many of its first layers have to stay float.
 4. Quantised again in groups, those of least error first, as long as the budget holds. On few samples a verdict is
-   noisy: a layer that fails alone stays float, and the others are still tried.
+   noisy: a layer that fails alone stays float, and the others are still tried. Where the outputs' SQNR judges, groups
+   that would add far more error than it leaves are not evaluated.
 5. What stays float becomes half precision, if that is cheaper and the budget still holds: all of it, else in groups.
 
 Every assignment that counts was evaluated on the budget itself. The ranking only says what is tried first.
@@ -88,6 +89,10 @@ class Outcome:
         )
         return self.repaired.added_to(report)
 
+
+FAR_BEYOND = 3.0
+"""How much more error than there is room for rules layers out unmeasured. Errors of layers add up but roughly: they
+are correlated, and some pass through a layer that was quantised when they were measured and is float now."""
 
 Make = Callable[[Collection[str], Mapping[str, str]], Converted]
 
@@ -203,6 +208,12 @@ class Search:
         def accepts(group: list[str]) -> bool:
             nonlocal kept
             fewer = kept - frozenset(group)
+            excess = self._excess(group, self._verdicts.get(kept))
+            if excess > FAR_BEYOND:
+                if len(group) == 1:
+                    format_name = self._quantized[group[0]]
+                    self._reasons[group[0]] = f"{format_name} would add {excess:.3g} times the error that is left to it"
+                return False
             if self._holds(fewer):
                 kept = fewer
                 return True
@@ -215,6 +226,15 @@ class Search:
         accepts([last])
         self._offer(kept - {last}, accepts, MOST_EVALUATIONS)
         return kept
+
+    def _excess(self, group: Sequence[str], verdict: Verdict | None) -> float:
+        """The error that quantising layers is expected to add, relative to what the budget leaves; 0 where unknown."""
+        whole, whole_noise = sum(self._effects.values()), self.start.verdict.noise
+        if verdict is None or verdict.noise is None or whole_noise is None or not whole > 0:
+            return 0.0
+        # Effects are measured on other samples than the verdict: scaled so that all layers together add what they did.
+        added = whole_noise * sum(self._effects.get(layer, 0.0) for layer in group) / whole
+        return added / max(1 - verdict.noise, 1e-9)
 
     def _offer(self, layers: frozenset[str], accepts: Callable[[list[str]], bool], limit: int) -> None:
         """Offers layers as one group; a group that is not accepted is offered in halves, that of least error first.

@@ -21,6 +21,8 @@ class Verdict:
     passed: bool  # whether it holds
     lack: float  # how far it is from holding, to compare models; at most 0 where it holds
     seen: str  # the figures in words
+    # the power of the outputs' error relative to the greatest that passes; None where a metric judges
+    noise: float | None = None
 
 
 Judge = Callable[[Converted], Verdict]
@@ -83,4 +85,5 @@ def _by_outputs(outputs: output_sqnr.Outputs, bounds: output_sqnr.Bounds) -> Ver
         return Verdict(False, math.inf, "no output could be measured")
     name, output = worst
     actual = f"{name} has {output.sqnr_db:.1f} dB, cosine {output.cosine:.6f}"
-    return Verdict(all(gate.passed for gate in gates), bounds.min_db - output.sqnr_db, actual)
+    lack = bounds.min_db - output.sqnr_db
+    return Verdict(all(gate.passed for gate in gates), lack, actual, noise=10 ** (min(lack, 300.0) / 10))

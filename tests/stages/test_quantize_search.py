@@ -363,3 +363,24 @@ def test_a_layer_that_fails_alone_leaves_the_others_quantised(searched, monkeypa
     assert report.metrics["evaluations"] == evaluations
     row = next(row for row in report.tables["search"] if row["value"] == layer)
     assert row["why"] == "in int8 the budget fails: a verdict"
+
+
+def test_layers_that_add_far_too_much_error_are_not_evaluated_again(searched, monkeypatch):
+    from layerline.parity import format_search
+
+    steps = "".join(
+        f"b{i} = Add ({source}, huge) bad{i} = MatMul (b{i}, deaf) h{i} = MatMul (bad{i}, mix) "
+        for i, source in enumerate(["x", "h0", "h1", "h2"])
+    )
+    text = f"g (float[n, 8] x) => (float[n, 8] y) {{ {steps} y = MatMul (h3, mix) }}"
+    net = model(text, deaf=DEAF, mix=MIX, huge=HUGE)
+    fields = {"net": net, "task": "", "repairs": [], "min_db": 25.0, "rest": "fp32"}
+    report, _ = searched(**fields)
+    assert {value for value, name in formats(report).items() if name != "int8"} == {"bad0", "bad1", "bad2", "bad3"}
+    row = next(row for row in report.tables["search"] if row["value"] == "bad0")
+    assert re.fullmatch(r"int8 would add [\d.e+]+ times the error that is left to it", row["why"])
+    monkeypatch.setattr(format_search, "FAR_BEYOND", float("inf"))
+    each, _ = searched(**fields)
+    assert formats(each) == formats(report)
+    # All in int8 and the four of the bisection; then the four layers in groups and alone, one of which was evaluated.
+    assert report.metrics["evaluations"] == 5 and each.metrics["evaluations"] == 10
