@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib import metadata
 from statistics import fmean, median
 
@@ -59,23 +58,16 @@ def not_finite(evidence: Evidence) -> Iterator[Cause]:
                 text += f"; the first value that has them is {value}"
         else:
             continue
-        half = evidence.setting(stage, "mode") in HALF_TYPES or evidence.setting(stage, "rest") in HALF_TYPES
-        cause = Cause(
-            name="values that are not finite",
-            stage=stage,
-            layer=layer,
-            value=value,
-            evidence=text,
-            advice="look at its inputs: for log, a root, a division or an overflow",
-            confidence=0.95,
-        )
-        if half:
-            setting = format_setting(evidence, value, "fp32") if value else ""
-            name = "overflow of half precision"
-            cause = replace(cause, name=name, advice="keep the layer in float32", setting=setting)
+        name, setting = "values that are not finite", ""
+        advice = "look at its inputs: for log, a root, a division or an overflow"
+        if evidence.setting(stage, "mode") in HALF_TYPES or evidence.setting(stage, "rest") in HALF_TYPES:
+            name, advice = "overflow of half precision", "keep the layer in float32"
+            if value:
+                setting = format_setting(evidence, value, "fp32")
         elif bad and stage in ("export", "fuse"):
-            cause = replace(cause, advice=f"look at its inputs: pipe debug {stage}")
-        yield cause
+            advice = f"look at its inputs: pipe debug {stage}"
+        place = {"stage": stage, "layer": layer, "value": value}
+        yield Cause(**place, name=name, evidence=text, advice=advice, setting=setting, confidence=0.95)
 
 
 def parity_failed(evidence: Evidence) -> Iterator[Cause]:
