@@ -177,7 +177,7 @@ def _read(path: Path, arrays: Mapping[str, Array], memory: int) -> ir.Model:
     light = onnx_files.parts(path)
     refuse_broken(light)
     model = as_ir(light)
-    symbolic_dims.name(model, {name: array.ndim for name, array in arrays.items()})
+    symbolic_dims.name(model, arrays)
     module_identity.distrust(model)
     allocation_sizes.refuse_unbounded(model, memory, "the memory of this machine sets the limit")
     return model
@@ -211,13 +211,13 @@ def _feeds(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) -> 
     sample is a whole input, the first axis is cut into feeds.
     """
     samples = feed_sources.samples(arrays, inputs, where)
-    if samples.whole:
-        return [samples.feed(samples.sizes(1), turn) for turn in range(samples.count)], []
     fixed = {int(v.shape[0]) for v in inputs if samples.stacked(v) and isinstance(v.shape[0], int)}
-    if len(fixed) > 1:
+    step = next(iter(fixed), samples.count)
+    if samples.whole:
+        step = 1
+    elif len(fixed) > 1:
         what = f"the models fix the first axes of inputs to {sorted(fixed)}, so samples can't be cut along them"
         raise ConfigError(what, where=where, hint="give whole inputs with one axis more in front")
-    step = next(iter(fixed), samples.count)
     feeds = [samples.feed(samples.sizes(step), turn) for turn in range(0, samples.count, step)]
     rest = samples.count % step
     if rest:

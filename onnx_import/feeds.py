@@ -14,7 +14,6 @@ from layerline.export.signature import Value
 from layerline.graph.analysis.ir_queries import stored_tensor
 from layerline.onnx_import.feed_sources import WIDE, Drawn, Samples
 from layerline.onnx_import.size_search import BATCH, Feeder, sizes_text
-from layerline.pipeline.config.field_types import Dimension
 from layerline.pipeline.errors import ConfigError, StageError
 
 Range = tuple[int, int]
@@ -65,7 +64,7 @@ def from_samples(feeder: Feeder, samples: Samples, count: int, ranges: Mapping[s
             values = f"{array.min()} to {array.max()}"
             raise ConfigError(f"the samples hold {values}, the range is {low} to {high}", where=f"data: {name}")
     batches = samples.batches()
-    batch = max((feeder.declared.get(name, Dimension()).fit(BATCH) for name in batches), default=BATCH)
+    batch = max((feeder.bounds(name).fit(BATCH) for name in batches), default=BATCH)
     first = samples.sizes(batch)
     error = feeder.refuses(samples.feed(first))
     if error:
@@ -131,7 +130,7 @@ def _next(feeder: Feeder, samples: Samples, count: int, batch: int, first: Mappi
     feeds: list[Feed] = []
     batches = samples.batches()
     if batches:
-        sizes = {name: feeder.declared.get(name, Dimension()).fit(count) for name in batches}
+        sizes = {name: feeder.bounds(name).fit(count) for name in batches}
         if samples.count > batch:
             feeds.append(samples.feed({**first, **sizes}, batch))
     else:

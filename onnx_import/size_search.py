@@ -149,12 +149,13 @@ class Feeder:
         outputs = self._counting.run(self.whole(feed))
         return {value: math.prod(outputs[name].tolist()) for name, value in self._shapes.items()}
 
-    def _bounds(self, name: str) -> Dimension:
+    def bounds(self, name: str) -> Dimension:
+        """The declared bounds of a dimension; open ones where nothing is declared."""
         return self.declared.get(name, Dimension())
 
     def _candidates(self, name: str) -> list[int]:
         """Sizes to try of a dimension, the likeliest first, within its declared bounds."""
-        declared = self._bounds(name)
+        declared = self.bounds(name)
         sizes = list(_BATCH_SIZES if self._is_batch(name) else _SIZES)
         if declared.max is not None:
             low = declared.min or 1
@@ -180,7 +181,7 @@ class Feeder:
         sizes = [first, *feeds]
         tied = [name]
         tied += [other for other, leader in self.same.items() if leader == name]
-        declared = self._bounds(name)
+        declared = self.bounds(name)
         step = declared.multiple or self._step(tied)
         dim = Dim(min=declared.min or min(sizes), max=declared.max or max(sizes), multiple=step)
         self.dims[name] = dim
@@ -212,7 +213,7 @@ class Feeder:
         """Feeds that the model takes with other sizes of these dimensions, which move together, by size."""
         name = moved[0]
         first = self._first[name]
-        declared = self._bounds(name)
+        declared = self.bounds(name)
         step = declared.multiple or self._step(moved)
         for bound in (declared.min, declared.max):
             if bound is not None and bound % step:

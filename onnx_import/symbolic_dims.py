@@ -28,11 +28,11 @@ Places = dict[str, list[tuple[str, int]]]
 """Where each dimension is, by name: (input, axis)."""
 
 
-def name(model: ir.Model, ranks: Mapping[str, int]) -> Places:
+def name(model: ir.Model, arrays: Mapping[str, Array]) -> Places:
     """Names the unnamed sizes of the inputs `<input>_dim<axis>`, in place. Returns all dimensions that vary.
 
-    `ranks` are those of inputs whose shape the file leaves out. Raises StageError: an input or output can't be fed or
-    read, or an input has no shape and is not in `ranks`.
+    `arrays` give the rank of inputs whose shape the file leaves out. Raises StageError: an input or output can't be
+    fed or read, or an input has no shape and no array.
     """
     for value in fed(model):
         _refuse_type("input", value, _NOT_INPUTS)
@@ -43,11 +43,11 @@ def name(model: ir.Model, ranks: Mapping[str, int]) -> Places:
         if value.dtype == ir.DataType.STRING:
             raise StageError("the input is text", where=input_name, hint="cut the tokeniser off: feed numbers")
         if isinstance(value.type, ir.TensorType) and value.shape is None:
-            if input_name not in ranks:
+            if input_name not in arrays:
                 what = "the file does not say how many axes this input has"
                 hint = "give samples: `data: samples.npz`, with one array per input"
                 raise StageError(what, where=input_name, hint=hint)
-            value.shape = ir.Shape([None] * ranks[input_name])
+            value.shape = ir.Shape([None] * arrays[input_name].ndim)
         _name_open(value, input_name)
     for value in {*model.graph.outputs, *graph_values(model.graph)} - set(fed(model)):
         _name_open(value, "")

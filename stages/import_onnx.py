@@ -109,7 +109,7 @@ class ImportOnnx(Stage):
         arrays = npz.read(data) if data else {}
         refuse_broken(light)
         model = as_ir(light)
-        symbolic_dims.name(model, {name: array.ndim for name, array in arrays.items()})
+        symbolic_dims.name(model, arrays)
         inputs = signature(model).inputs
         look = Look(
             beside=onnx_files.external_files(light, path),
@@ -222,7 +222,7 @@ class ImportOnnx(Stage):
         light = onnx_files.parts(path)
         refuse_broken(light)
         model = as_ir(light)
-        symbolic_dims.name(model, {name: array.ndim for name, array in arrays.items()})
+        symbolic_dims.name(model, arrays)
         module_identity.stamp(model, root)
         module_identity.distrust(model)
         return normalize_import.adopt(model, self.opset)
