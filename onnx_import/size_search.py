@@ -77,7 +77,9 @@ class Feeder:
         self._not_empty = set(names(self.model.graph.outputs))
         self.free: list[str] = []
         for value in self.inputs:
-            self.free += [dim for dim in value.shape if isinstance(dim, str) and dim not in self.free]
+            for dim in value.shape:
+                if isinstance(dim, str) and dim not in self.free:
+                    self.free.append(dim)
 
     def search(self, source: Source) -> dict[str, int] | str:
         """The first sizes that the model runs at, or its error at the likeliest ones."""
@@ -85,7 +87,7 @@ class Feeder:
         self._errors.clear()
         first_error = ""
         candidates = [self._candidates(name) for name in self.free]
-        for places in _likeliest([len(sizes) for sizes in candidates]):
+        for places in _likeliest(list(map(len, candidates))):
             combination = [sizes[place] for sizes, place in zip(candidates, places, strict=True)]
             tried = dict(zip(self.free, combination, strict=True))
             error = self._error_at(tried)

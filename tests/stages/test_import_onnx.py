@@ -368,6 +368,15 @@ def test_batches_that_meet_in_a_sum_are_one_though_one_sample_would_broadcast(in
     assert sum("is always the size of n0" in n for n in report.notes) == inputs - 1
 
 
+def test_a_size_that_two_axes_share_is_varied_once(tmp_path: Path) -> None:
+    given = model("""<ir_version: 8, opset_import: ["" : 17]> g (float[n,n] x) => (float[n,n] y) { y = Relu (x) }""")
+    _, out = imported(tmp_path, given)
+    first, *others = [feed["x"].shape for feed in probe_files.load(out)]
+    assert list(Signature.load(out).dims) == ["n"]
+    varied = [shape for shape in others if shape != first]
+    assert varied and len(set(varied)) == len(varied)
+
+
 def test_a_declared_size_that_the_model_refuses_is_an_error(tmp_path: Path) -> None:
     given = model(
         """<ir_version: 8, opset_import: ["" : 17]> g (float[n,h] x) => (float[n,2,k] y) { y = Reshape (x, s) }""",
