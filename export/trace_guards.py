@@ -130,7 +130,8 @@ def _candidates(dim: Dim, example: int, numbers: Iterable[int]) -> Sequence[int]
         # From one step below to two above: the number itself may lie between two steps.
         nearest = number // step * step
         candidates.update(range(nearest - step, nearest + 3 * step, step))
-    return sorted({every[0], every[-1], *candidates.intersection(every)})
+    # Membership of a range takes no time; to go through it may take forever.
+    return sorted({every[0], every[-1], *filter(every.__contains__, candidates)})
 
 
 @dataclass(frozen=True, kw_only=True)
