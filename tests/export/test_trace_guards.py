@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._sympy.functions import FloorDiv, Mod
 
+from layerline.export import trace_guards
 from layerline.export.dynamic_axes import declare
 from layerline.export.example_call import call
 from layerline.export.torch_export import trace
@@ -164,3 +165,9 @@ def test_what_is_asked_elsewhere() -> None:
     assert not isinstance(only, str)
     assert {t for t in range(2, 20) if all(g.holds({"t": t}) for g in only)} == {13}
     assert math.prod(thirteen["x"].shape) == 78
+
+
+def test_of_a_long_axis_the_sizes_that_matter_are_tried() -> None:
+    sizes = trace_guards._candidates(Dim(min=1, max=2**31 - 1), 100, {4096})
+    assert {1, 99, 101, 4095, 4096, 4097, 2**31 - 1} <= set(sizes)
+    assert len(sizes) < 300
