@@ -240,7 +240,7 @@ def _infer_graph(graph: ir.Graph, symbols: Symbols, declared_shapes: DeclaredSha
             for index, value in enumerate(body.inputs):
                 value.shape = None
                 # The turn and the condition.
-                if node.op_type == "Loop" and index < 2:
+                if node.op_type == "Loop" and node.domain == "" and index < 2:
                     value.shape = ir.Shape(())
             _infer_graph(body, symbols, {})
         symbols.infer(node)

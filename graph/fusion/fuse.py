@@ -25,6 +25,7 @@ from layerline.pipeline.nearest import did_you_mean
 
 # A bound against rules that undo each other: the loop ends with the first round that fires nothing.
 MAX_ROUNDS = 12
+_COMPLAINTS = (onnx.checker.ValidationError, RuntimeError, ValueError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,11 +210,11 @@ def _refusal(model: ir.Model, original: ir.Model) -> str | None:
         return error.what
     try:
         onnx.checker.check_model(weightless(model).SerializeToString())
-    except onnx.checker.ValidationError as error:
+    except _COMPLAINTS as complaint:
         try:
             onnx.checker.check_model(weightless(original).SerializeToString())
-        except onnx.checker.ValidationError:
+        except _COMPLAINTS:
             # A fault that the original has as well says nothing about the rewriting.
             return None
-        return str(error).strip()
+        return str(complaint).strip()
     return None
