@@ -53,10 +53,7 @@ class Linear:
         )
 
     def scaled(self, tape: Tape, scale: Array, shift: Array, tag: str) -> ir.Value:
-        """The output of a new node that computes scale * y + shift, both one number per channel (float64).
-
-        Raises Declined: MatMul would need a bias, or the result doesn't fit the weights' type.
-        """
+        """A new node's output: scale * y + shift, one number per channel each (float64). May raise Declined."""
         node = self.node
         if node.op_type == "MatMul" and (shift.any() or self.bias.any()) and self.rank != 2:
             raise Declined(f"MatMul {node.outputs[0].name} has rank {self.rank} and takes no bias")
@@ -110,10 +107,7 @@ class Linear:
 
 
 def behind(value: ir.Value | None) -> Linear | None:
-    """The linear node that computes `value`, or None where something else does or its weight is not constant.
-
-    Raises Declined: its bias is computed, or not one number per channel.
-    """
+    """The linear node with a constant weight that computes `value`, if any; Declined where its bias is computed."""
     if value is None:
         return None
     node = value.producer()
