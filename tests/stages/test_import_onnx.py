@@ -311,6 +311,7 @@ def test_sizes_without_a_name_get_one_each(nameless: str, tmp_path: Path) -> Non
     assert signature.outputs[0].shape == ("x_dim0", 2, "x_dim2", "x_dim3"), "which sizes follow which was seen"
     assert signature.dims["x_dim0"] == Dim(min=1, max=8) and signature.dims["x_dim2"] == Dim(min=32, max=128)
     assert [row["told by"] for row in report.tables["dimensions"]] == ["trial"] * 3
+    assert "x_dim0 1 to 8" in str(report.metrics["axes"])
 
 
 def test_dims_fix_rename_tie_and_bound(tmp_path: Path) -> None:
