@@ -48,7 +48,11 @@ def misfit(
     hint = _CALL_ALIKE
     if kwargs and len(unfilled) == 1 and not set(kwargs) & set(parameters):
         # Perhaps forward() takes one dict, and the data's arrays are its entries.
-        hint += f"; where {unfilled[0]} is a dict of them, return it from example_inputs(): {{{unfilled[0]!r}: {{…}}}}"
+        keys = [key.removeprefix(f"{unfilled[0]}_") for key in kwargs]
+        flat_names = ", ".join(f"{unfilled[0]}_{key}" for key in keys)
+        entries = ", ".join(f"{key!r}: …" for key in keys)
+        hint += f"; where it takes a dict, call them {flat_names}, and return {{{unfilled[0]!r}: {{{entries}}}}} "
+        hint += "from example_inputs()"
     what = (
         f"the example does not fit forward(): {error}; it gives {', '.join(arguments) or 'nothing'}, "
         f"forward() takes {', '.join(parameters) or 'nothing'}"
