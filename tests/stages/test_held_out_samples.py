@@ -174,8 +174,10 @@ def test_a_sample_that_comes_again_and_again_is_not_held_out(work, monkeypatch):
     assert read == [1] * 16 and data.parts()[1] == []
 
 
-def test_a_choice_has_to_gain_on_both_parts():
+def test_a_choice_has_to_gain_on_held_out_samples_and_on_average():
     assert least_gain([20.0, 30.0], [25.0, 29.0]) == -1.0
+    assert least_gain([20.0, 30.0], [19.5, 32.0]) == 0.75
+    assert least_gain([20.0, 30.0], [17.0, 31.0]) == -1.0
     assert least_gain([None, 30.0], [None, 31.0]) == 1.0
     assert least_gain([float("inf")], [float("inf")]) == 0.0
     assert least([None, 3.0, 2.0]) == 2.0
