@@ -189,6 +189,15 @@ def test_example_inputs(text: str, shapes: list[Any], names: list[Any], tmp_path
     assert [tuple(a.shape) for a in args] == shapes and [(n, tuple(t.shape)) for n, t in kwargs.items()] == names
 
 
+def test_example_inputs_beside_what_holds_for_all_samples(tmp_path: Path) -> None:
+    for batches, shapes in (
+        ("[{'x': np.ones((4, 3), 'f4'), 'mask': np.ones((1, 3), 'f4')}]", [(2, 3), (1, 3)]),
+        ("{'x': np.ones((4, 3), 'f4'), 'scale': np.float32(2)}", [(2, 3), ()]),
+    ):
+        _, kwargs = data.example_inputs(_task(tmp_path, f"def train_data(): return {batches}"))
+        assert [tuple(tensor.shape) for tensor in kwargs.values()] == shapes
+
+
 def test_example_inputs_keep_their_integer_type(tmp_path: Path) -> None:
     args, _ = data.example_inputs(_task(tmp_path, "def example_inputs(): return (np.ones((2, 3), 'i4'),)"))
     assert args[0].dtype == torch.int32

@@ -315,6 +315,8 @@ def test_the_weights_of_one_of_several_models(tmp_path: Path) -> None:
         checkpoint.load_weights(fresh, path)
     with pytest.raises(StageError, match="holds no model 'x'"):
         checkpoint.load_weights(fresh, path, only="x")
+    with pytest.raises(StageError, match="holds the models d, g; here: one model without a name"):
+        ModelOptimizer(fresh, {}).load_ckpt(path)
 
 
 @pytest.mark.parametrize(

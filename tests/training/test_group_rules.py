@@ -82,6 +82,14 @@ def test_layer_decay_falls_from_block_to_block() -> None:
     assert mo.current_lr == 1.0
 
 
+def test_layer_decay_in_front_of_a_head_whose_blocks_are_frozen() -> None:
+    net = _net()
+    net.stem.requires_grad_(False)
+    net.blocks.requires_grad_(False)
+    mo = ModelOptimizer(net, {"optimizer": {"lr": 1.0, "layer_decay": 0.5}})
+    assert [g["lr"] for g in mo.param_groups] == [1.0, 1.0]  # the head's weight, and its bias
+
+
 def test_layer_decay_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         ModelOptimizer(nn.Linear(2, 2), {"optimizer": {"layer_decay": 0.5}})

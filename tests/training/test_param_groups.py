@@ -143,6 +143,22 @@ def test_a_tied_weight_is_known_by_all_its_names(no_decay: list[str], reason: st
     assert found["head.weight"].reason == reason and found["head.weight"].decay is (reason == "weight")
 
 
+def test_the_first_of_two_sparse_gradients_is_named() -> None:
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = [nn.functional.embedding(x, table, sparse=True) for table in (self.a, self.b)]
+            return torch.stack(rows).sum()
+
+    model = Tables()
+    with pytest.raises(ConfigError, match="sparse") as caught:
+        ModelOptimizer(model, {}).step(model(torch.tensor([1])))
+    assert caught.value.where == "a"
+
+
 def test_a_tied_sparse_embedding_is_refused_by_its_own_name() -> None:
     model = Tied()
     model.emb.sparse = True

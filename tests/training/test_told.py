@@ -303,6 +303,8 @@ def test_a_preset_is_named_where_it_asks_for_the_length() -> None:
     for preset in ("vision", "nlp-finetune"):
         with pytest.raises(ConfigError, match=f"scheduler.total_steps: .*, and the preset {preset} asks for it"):
             _mo({"preset": preset})
+        with pytest.raises(ConfigError, match=f"warmup_ratio needs .*, and the preset {preset} asks for it"):
+            _mo({"preset": preset, "scheduler": {"name": "constant"}})
     with pytest.raises(ConfigError) as caught:
         _mo({"scheduler": {"name": "cosine"}})
     assert "preset" not in caught.value.what

@@ -199,8 +199,11 @@ def _check(config: Config, written: _Written, *, length: bool) -> None:
         checks.check(config, length=length)
     except ConfigError as error:
         what = error.what
-        if error.where == "scheduler.total_steps" and written["scheduler.name"].startswith("preset "):
-            what += f", and the {written['scheduler.name']} asks for it"
+        # The schedule may be the user's, and the warm-up the preset's.
+        asking = (written["scheduler.warmup_ratio"], written["scheduler.name"])
+        presets = [source for source in asking if source.startswith("preset ")]
+        if error.where == "scheduler.total_steps" and presets:
+            what += f", and the {presets[0]} asks for it"
         raise ConfigError(what, where=written[error.where], hint=error.hint) from error
 
 

@@ -198,7 +198,7 @@ def as_tensor(value: Any, where: str = "batch") -> Tensor:
     """A tensor. float64, which is numpy's default and rarely a choice, becomes torch's default type."""
     try:
         if not isinstance(value, Tensor):
-            value = torch.from_numpy(np.ascontiguousarray(value))
+            value = torch.from_numpy(np.asarray(value, order="C"))  # ascontiguousarray() makes a list of a number
     except (TypeError, ValueError) as error:
         what = f"an array of type {value.dtype} and shape {tuple(value.shape)} cannot become a tensor"
         hint = "give numbers in one array: .astype(np.float32), or np.int64 for classes"
@@ -256,6 +256,11 @@ def selected(batch: Any, rows: Tensor, samples: int | None = None) -> Any:
     return each_tensor(batch, select)
 
 
+def leading(batch: Any, count: int) -> Any:
+    """The first rows of every tensor: fewer where it has fewer, as a mask that holds for all samples."""
+    return each_tensor(batch, lambda tensor: tensor[:count] if tensor.ndim else tensor)
+
+
 def example_inputs(
     task: Task, n: int = 2, forward: Callable[..., Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -284,6 +289,5 @@ def first_samples(
     """The first `n` samples of a data hook's result as arguments for forward."""
     batch = next(Batches(source, batch_size=n, seed=None, hook=hook).forever())
     args, kwargs, _ = split(batch, forward)
-    count = min(n, rows((args, kwargs)))
-    first: tuple[tuple[Any, ...], dict[str, Any]] = selected((args, kwargs), torch.arange(count))
+    first: tuple[tuple[Any, ...], dict[str, Any]] = leading((args, kwargs), n)
     return first

@@ -186,6 +186,7 @@ class Lane(LaneState):
             for name, param in zip(self.names, self.stepped, strict=True):
                 if param.grad is not None and param.grad.layout is not torch.strided:
                     sparse = name
+                    break
             self.forget()
             loop_mistakes.explain_step(self, error, sparse)
             raise

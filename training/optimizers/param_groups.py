@@ -105,7 +105,8 @@ def placed(model: nn.Module, named: Named, config: OptimizerConfig) -> tuple[Mem
             raise ConfigError(f"{rule.match!r} matches no parameter", where=where, hint=hint)
     shares = {}
     if config.layer_decay is not None:
-        shares = layer_shares(model, [m.name for m in out], config.layer_decay)
+        # Frozen parameters are counted: where all blocks are frozen, they still show what lies behind them.
+        shares = layer_shares(model, list(named.params), config.layer_decay)
     result = []
     for member in out:
         share = shares.get(member.name, 1.0)

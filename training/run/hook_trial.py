@@ -17,7 +17,7 @@ from layerline.pipeline.task import EXAMPLE_HOOKS
 from layerline.training.config.sections import Config
 from layerline.training.data import batches as data
 from layerline.training.data import golden_outputs
-from layerline.training.data.batches import Batches, selected, size, to_device
+from layerline.training.data.batches import Batches, leading, selected, size, to_device
 from layerline.training.data.distillation import Taught
 from layerline.training.model.canonical_names import named
 from layerline.training.randomness import rng_state
@@ -165,7 +165,7 @@ def _try_last_batch(look: Inspection, mo: ModelOptimizer, batch_size: int, where
     # Only the last batch can have one sample.
     if samples is None or samples % batch_size != 1 or not any(isinstance(m, _ONE_ROW) for m in mo.model.modules()):
         return
-    one = selected(look.need("batch"), torch.arange(1))
+    one = leading(look.need("batch"), 1)
     try:
         _loss(look, mo, to_device(one, where))
     except TaskError as error:

@@ -125,7 +125,7 @@ def restore(mo: Training, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
         what = f"a checkpoint of format {meta.get('format')!r:.80}, expected {FORMAT}: another version wrote it"
         raise StageError(what, where="checkpoint", hint=optimizer_state.WEIGHTS_ALONE)
     if set(meta["lanes"]) != set(mo.lanes):
-        what = f"the checkpoint holds the models {sorted(meta['lanes'])}; here: {sorted(mo.lanes)}"
+        what = f"the checkpoint holds {_model_names(meta['lanes'])}; here: {_model_names(mo.lanes)}"
         hint = f"{optimizer_state.WEIGHTS_ALONE}, with only=… where it holds several"
         raise StageError(what, where="checkpoint", hint=hint)
     for change in _changes(meta["config"], mo.config.model_dump(mode="json")):
@@ -172,6 +172,12 @@ def _write(target: Path, path: Path, keep: int, tensors: Tensors, meta: dict[str
     if target is not path:
         for old in rotation(path)[keep:]:  # after the new one is safely written
             old.unlink(missing_ok=True)
+
+
+def _model_names(lanes: Mapping[str, Any]) -> str:
+    if "" in lanes:
+        return "one model without a name"
+    return f"the models {', '.join(sorted(lanes))}"
 
 
 def _read(mo: Training, path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
