@@ -43,8 +43,14 @@ class Named:
 
     def select(self, rows: Positions) -> Named:
         """Some rows; an array without axes stays as it is, for all of them."""
-        parts = (self.feed, self.target, self.slices)
-        return Named(*mapped(parts, lambda array: array if array is None or not array.ndim else array[rows]))
+
+        def chosen(array: Array | None) -> Array | None:
+            if array is None or not array.ndim:
+                return array
+            picked: Array = array[rows]
+            return picked
+
+        return Named(*mapped((self.feed, self.target, self.slices), chosen))
 
 
 def named(raw: Any, inputs: Sequence[Input], hook: str) -> Named:
@@ -58,7 +64,10 @@ def named(raw: Any, inputs: Sequence[Input], hook: str) -> Named:
         return _from_mapping(raw, inputs, hook)
     items = list(raw) if isinstance(raw, tuple | list) else [raw]
     if items and len(items) <= 2 and isinstance(items[0], Mapping):
-        return Named(_by_name(items[0], inputs, hook), *map(target_arrays, items[1:]))
+        target = None
+        if len(items) == 2 and items[1] is not None:
+            target = target_arrays(items[1])
+        return Named(_by_name(items[0], inputs, hook), target)
     # A tuple holds the inputs alone or, where that is one array too many, the inputs and the target.
     for count in (len(items), len(items) - 1):
         arrays = list(leaves(items[:count]))
@@ -80,7 +89,7 @@ def _from_mapping(raw: Mapping[Any, Any], inputs: Sequence[Input], hook: str) ->
     label = answers([str(key) for key in raw], input_names)
     others = {label, SLICE} - input_names
     target, slices = None, None
-    if label:
+    if label and raw[label] is not None:
         target = target_arrays(raw[label])
     if SLICE in others and SLICE in raw:
         slices = as_array(raw[SLICE])

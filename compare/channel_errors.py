@@ -11,7 +11,7 @@ from layerline.backends.base import Array, Feed
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare.comparison import Comparison
 from layerline.compare.comparison_graph import joint
-from layerline.graph.analysis.ir_queries import graph_values, stored_tensor
+from layerline.graph.analysis.ir_queries import stored_tensor, values_by_name
 from layerline.graph.fusion.affine_ops import rows as rows_by_output
 from layerline.graph.io.ir_convert import as_ir
 from layerline.pipeline.errors import StageError
@@ -55,7 +55,7 @@ def channel_errors(
     runtime = OnnxRuntime(few_runs=True)
     comparison = Comparison(reference, candidate, names, True, runtime)
     by_name = {record.name: record for record in records}
-    values = {value.name: value for value in graph_values(reference.graph)}
+    values = values_by_name(reference.graph)
     axes: dict[int, int] = {}
     for index, pair in enumerate(comparison.pairs):
         if pair.a in by_name and pair.is_float and pair.rank > 1:

@@ -86,8 +86,10 @@ class Comparison:
         for i in sorted(self._unclear):
             total = distances[i][0]
             elements = total.count + total.masked + total.nonfinite_a
-            # Four bytes an element, two sides, and two more where the layers are measured alone as well.
-            size = 8 * elements * (1 + self.isolated)
+            # Four bytes an element, on two sides; on two more where the layers are measured alone as well.
+            size = 8 * elements
+            if self.isolated:
+                size *= 2
             if size > room:
                 self._runs.append(set())
                 room = HANDED_OVER
@@ -158,6 +160,7 @@ class Comparison:
         return distances
 
     def _by_hand(self, feed: Feed) -> list[tuple[Distance, Distance]]:
+        """The distances from two sessions; holds all values of the feed, those of both models, at once."""
         a = self._side("a", self.reference, [p.a for p in self.pairs], feed)
         b = self._side("b", self.candidate, [p.b for p in self.pairs], feed)
         cumulative = [diff_arrays(*resolved(p.pointer, a, (a[p.a], b[p.b]))) for p in self.pairs]

@@ -176,7 +176,9 @@ def settle(model: ir.Model, axes: Axes, runs: Iterable[tuple[Feed, Feed]]) -> No
                 settled[axis] = sizes[0]
             elif not isinstance(declared_size, str):
                 same = [name for name, axis_sizes in sizes_by_name.items() if axis_sizes == sizes]
-                settled[axis] = [*same, f"{output_name}_{axis}"][0]
+                settled[axis] = f"{output_name}_{axis}"
+                if same:
+                    settled[axis] = same[0]
         output.shape = ir.Shape(settled)
 
 

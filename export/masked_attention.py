@@ -16,7 +16,7 @@ from onnx_ir.tape import Tape
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from layerline.graph.analysis.ir_queries import graph_values
+from layerline.graph.analysis.ir_queries import values_by_name
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _MASK = 3
@@ -25,7 +25,7 @@ _MASK = 3
 
 def hide_rows(model: ir.Model, program: ExportedProgram) -> None:
     """Sets every row of attention to 0 whose mask hides all keys, in place; the result keeps its name."""
-    values = {value.name: value for value in graph_values(model.graph)}
+    values = values_by_name(model.graph)
     open_rows: dict[str, ir.Value] = {}
     for node, mask in _masked(program):
         attended = values.get(node.name)

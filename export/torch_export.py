@@ -28,7 +28,7 @@ from layerline.export.fake_quant import store_weights, traceable
 from layerline.export.masked_attention import hide_rows
 from layerline.export.torch_private import any_names, forget_decompositions
 from layerline.export.trace_guards import Guard, Symbols, guards, noting, symbols
-from layerline.graph.analysis.ir_queries import RANDOM, graph_values, names
+from layerline.graph.analysis.ir_queries import RANDOM, names, values_by_name
 from layerline.graph.io import module_identity
 from layerline.graph.io.opset import opset_of
 from layerline.pipeline.errors import ConfigError, StageError
@@ -189,7 +189,7 @@ def _named(program: ExportedProgram, model: ir.Model, call: Call, axes: Axes, op
     owners_before = module_identity.owners(model)
     new_names = dict(zip((*inputs, *outputs), (*call.feed, *call.outputs), strict=True))
     # Values that already have one of the new names are renamed as well.
-    values = {value.name: value for value in graph_values(model.graph)}
+    values = values_by_name(model.graph)
     new_names |= {name: f"{name}_inner" for name in new_names.values() if name in values and name not in new_names}
     renamed = {old: new for old, new in new_names.items() if old != new}
     for old, new in renamed.items():

@@ -31,12 +31,12 @@ class Source(Protocol):
 
 def shape(value: Value, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of an input at the given sizes."""
-    size: list[int] = []
+    numbers: list[int] = []
     for dim in value.shape:
         if isinstance(dim, str):
             dim = sizes[dim]
-        size.append(dim)
-    return tuple(size)
+        numbers.append(dim)
+    return tuple(numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +176,11 @@ def samples(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) ->
         if array.ndim == len(value.shape) + 1:
             whole.add(value.name)
         cast[value.name] = array
+    # `check_samples` made sure that all arrays have one length. Arrays without axes alone are one sample.
     lengths = [len(arrays[name]) for name in array_names if arrays[name].ndim]
-    count = [*lengths, 1][0]
+    count = 1
+    if lengths:
+        count = lengths[0]
     return Samples(inputs=tuple(inputs), arrays=cast, whole=frozenset(whole), count=count, numbers=numbers)
 
 

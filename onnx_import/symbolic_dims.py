@@ -55,11 +55,14 @@ def name(model: ir.Model, arrays: Mapping[str, Array]) -> Places:
 
 
 def _name_open(value: ir.Value, stem: str) -> None:
-    """Names the open sizes of a value after a stem; without one they get no name at all."""
+    """Names the open sizes of a value `<stem>_dim<axis>`; without a stem, takes away whatever name they have."""
     sizes = _sizes(value)
     for axis, size in enumerate(sizes):
-        if _is_open(size):
-            sizes[axis] = f"{stem}_dim{axis}" if stem else None
+        if not _is_open(size):
+            continue
+        sizes[axis] = None
+        if stem:
+            sizes[axis] = f"{stem}_dim{axis}"
     _set_sizes(value, sizes)
 
 
@@ -112,7 +115,9 @@ def settle(model: ir.Model, places: Places, runs: Sequence[tuple[Feed, Mapping[s
             if _is_open(size) or (isinstance(size, str) and _INFERRED.fullmatch(size)):
                 sizes = [shape[axis] for shape in shapes]
                 same = [name for name, sizes_of_name in varied.items() if sizes_of_name == sizes]
-                settled[axis] = [*same, f"{output_name}_dim{axis}"][0]
+                settled[axis] = f"{output_name}_dim{axis}"
+                if same:
+                    settled[axis] = same[0]
         _set_sizes(output, settled)
 
 
@@ -129,12 +134,12 @@ def _set_sizes(value: ir.Value, sizes: Sequence[Size]) -> None:
         value.shape = ir.Shape(sizes, denotations=denotations)
 
 
-def _refuse_type(what: str, value: ir.Value, refused: tuple[str, ...]) -> None:
+def _refuse_type(place: str, value: ir.Value, refused: tuple[str, ...]) -> None:
     element_type = "UNDEFINED"
     if value.dtype is not None:
         element_type = value.dtype.name
     if element_type.startswith(refused):
-        what = f"the {what} is {element_type.lower()}, which numpy has not, so it can't be fed or read"
+        what = f"the {place} is {element_type.lower()}, which numpy has not, so it can't be fed or read"
         hint = "put a Cast to float32 behind that input, or before that output"
         raise StageError(what, where=value.name or "", hint=hint)
 

@@ -329,10 +329,13 @@ def _remedy(records: Sequence[LayerDiff]) -> str:
     worst: dict[str, str] = {}
     for record in sorted(records, key=lambda record: record.severity_by(order)):
         figure = record.extra.get(column)
-        # Without an error there is nothing to keep float, nor where the outputs lose by it.
-        if not isinstance(figure, int | float) or (order == "own" and figure == math.inf):
+        if not isinstance(figure, int | float):
             continue
-        if order == "gain" and figure <= 0:
+        # Without an error there is nothing to keep float, nor where the outputs lose by it. NaN fails both conditions.
+        helps = figure < math.inf
+        if order == "gain":
+            helps = figure > 0
+        if not helps:
             continue
         if not worst and order == "gain" and figure < LITTLE:
             return f"the outputs gain at most {figure:.1f} dB by one layer in float: pipe why looks for another cause"

@@ -22,7 +22,7 @@ def own_metric(task: Task) -> Metric | None:
     return task.get("metric")
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Predictions:
     """The outputs of models for the same samples."""
 
@@ -59,12 +59,14 @@ def predict(
             outputs[name].append([batch.real(results[output]) for output in session.outputs])
         if watch is not None:
             watch(batch, {name: by_batch[-1] for name, by_batch in outputs.items()})
-    predictions = Predictions({name: _joined_outputs(by_batch) for name, by_batch in outputs.items()}, None)
+    all_outputs = {name: _joined_outputs(by_batch) for name, by_batch in outputs.items()}
+    all_targets: Any = None
     if targets:
-        predictions.targets = joined(targets, "targets")
+        all_targets = joined(targets, "targets")
+    all_slices = None
     if slices:
-        predictions.slices = joined(slices, "slices")
-    return predictions
+        all_slices = joined(slices, "slices")
+    return Predictions(outputs=all_outputs, targets=all_targets, slices=all_slices)
 
 
 def _joined_outputs(by_batch: list[list[Array]]) -> Array | tuple[Array, ...]:

@@ -16,7 +16,7 @@ from layerline.backends.base import Feed
 from layerline.compare.compare_models import compare
 from layerline.compare.value_pairs import computed_values
 from layerline.compare.value_types import infer
-from layerline.graph.analysis.ir_queries import add_initializer, copied, first_output, graph_values
+from layerline.graph.analysis.ir_queries import add_initializer, copied, first_output, values_by_name
 from layerline.graph.quantization import qdq
 from layerline.graph.quantization.convert import Converted
 from layerline.pipeline.report import OWN
@@ -37,7 +37,7 @@ def own_errors(converted: Converted, feeds: Sequence[Feed]) -> dict[str, float]:
     types = infer(model, [value.name for value in activations])
     rounded = copied(model)
     graph = rounded.graph
-    exact = {value.name: value for value in graph_values(graph)}
+    exact = values_by_name(graph)
     replaced: dict[tuple[str, int], ir.Value] = {}
     unknown = set[str]()
     for value in plan.values:

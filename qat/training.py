@@ -18,7 +18,7 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.histogram import shortest
 from layerline.calib.plan import QuantPlan
 from layerline.calib.scales import greatest
-from layerline.graph.analysis.ir_queries import graph_values
+from layerline.graph.analysis.ir_queries import values_by_name
 from layerline.graph.io.opset import raise_opset
 from layerline.graph.quantization import own_qdq, qdq, rounding
 from layerline.graph.quantization.convert import Calibrated
@@ -269,7 +269,7 @@ def _config(options: QatOptions) -> Config:
 
 def _with_scales(plan: QuantPlan, model: ir.Model, scales: Mapping[tuple[str, str], np.ndarray[Any, Any]]) -> QuantPlan:
     """The same plan with trained scales."""
-    stored = {value.name: value for value in graph_values(model.graph)}
+    stored = values_by_name(model.graph)
     values = []
     for item in plan.values:
         numbers = tuple(shortest(scale) for scale in scales[item.name, item.dtype])

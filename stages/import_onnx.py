@@ -187,8 +187,7 @@ class ImportOnnx(Stage):
         symbolic_dims.settle(model, symbolic_dims.places(model), runs)
         log.say(f"{len(model.graph)} nodes; comparing every value on {len(feeds)} feeds")
         rows, notes = import_report.unchanged(adopted, [feeder.whole(feed) for feed in feeds], self.tolerance)
-        # What onnx itself objects to in the saved file is told, and does not stop: runtimes take more than the checker.
-        objections = import_report.save_checked(model, out)
+        unchecked = import_report.save_checked(model, out)
         probe_files.save(out, fed.feeds)
         signature(model, feeder.dims, fed.ranges).save(out)
         return Report(
@@ -196,7 +195,7 @@ class ImportOnnx(Stage):
             reference=f"{self.file} on onnxruntime",
             candidate="imported onnx on onnxruntime",
             records=rows,
-            notes=(*adopted.notes, *feeder.notes, *notes, *import_report.nonfinite(rows), *objections),
+            notes=(*adopted.notes, *feeder.notes, *notes, *import_report.nonfinite(rows), *unchecked),
             metrics={**import_report.metrics(adopted, rows, len(feeds)), **bounds(feeder.dims, feeder.fixed)},
             tables=import_report.tables(model, feeder, fed),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -165,8 +166,9 @@ def rows(node: ir.Node, weight: Array) -> Array:
     if node.op_type == "ConvTranspose":
         # (inputs, outputs / group, ...): the inputs of a group stand together.
         groups = node.attributes.get_int("group", 1)
-        grouped: Array = weight.reshape(groups, -1, *weight.shape[1:]).swapaxes(1, 2)
-        return grouped.reshape(groups * weight.shape[1], -1)
-    if not outputs_come_first(node):
+        grouped = weight.reshape(groups, len(weight) // groups, *weight.shape[1:]).swapaxes(1, 2)
+        weight = grouped.reshape(groups * weight.shape[1], len(weight) // groups, *weight.shape[2:])
+    elif not outputs_come_first(node):
         weight = np.moveaxis(weight, -1, 0)
-    return weight.reshape(len(weight), -1)
+    # Not -1: numpy can't work it out for a layer without outputs.
+    return weight.reshape(len(weight), math.prod(weight.shape[1:]))

@@ -22,9 +22,13 @@ def channel_axis(node: ir.Node) -> int | None:
         # Its weight is (inputs, outputs / group, ...). A depthwise one has a group for each input channel; with other
         # groups no axis holds all output channels.
         depthwise = _groups(node) > 1 and dim(node.inputs[1], 0) == _groups(node)
-        return int(not depthwise)
+        if depthwise:
+            return 0
+        return 1
     if node.op_type in ("Conv", "Gemm"):
-        return int(not affine_ops.outputs_come_first(node))
+        if affine_ops.outputs_come_first(node):
+            return 0
+        return 1
     # onnxruntime's MatMulInteger takes one scale per channel only for weights with two axes. It fails to load others.
     weight = weight_of(node.inputs[1])
     if weight is None or weight.ndim != 2:
@@ -61,7 +65,7 @@ def shared_scales(node: ir.Node) -> str:
 def uneven(node: ir.Node) -> str:
     """Why channels would have to share an integer scale that does not fit them; empty where none does."""
     weight, rows = weight_of(node.inputs[1]), output_rows(node)
-    if weight is None or rows is None:
+    if weight is None or rows is None or not weight.size:
         return ""
     if shared_scales(node):
         # The channels with one index in all groups share a scale.

@@ -91,7 +91,11 @@ def test_every_form_of_data_gives_the_same_feeds_and_targets(data):
     assert (target == Y).all()
 
 
-@pytest.mark.parametrize("data", [X, (X,), {"x": X}, [X[:4], X[4:]], Dataset(list(X))], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize(
+    "data",
+    [X, (X,), {"x": X}, [X[:4], X[4:]], Dataset(list(X)), [(X, None)], [({"x": X}, None)], [{"x": X, "label": None}]],
+    ids=lambda d: type(d).__name__,
+)
 def test_data_without_targets(data):
     feed, target, _ = joined(data)
     assert (feed["x"] == X).all() and target is None

@@ -685,6 +685,18 @@ def builds(model):
     return builder.build_serialized_network(network, config) is not None
 
 
+@pytest.mark.parametrize(
+    ("node", "x", "w"),
+    [("Conv (x, w)", (1, 2, 4, 4), (0, 2, 1, 1)), ("MatMul (x, w)", (2, 3, 4), (2, 4, 0)),
+     ("ConvTranspose (x, w)", (1, 2, 4, 4), (2, 0, 1, 1)), ("Gemm (x, w)", (3, 4), (4, 0))],
+)  # fmt: skip
+def test_a_layer_without_outputs_is_no_error(node, x, w):
+    net = model(f"g (float[{', '.join(map(str, x))}] x) => (float[] y) {{ y = {node} }}", w=f32(*w))
+    plan, quantized = quantize(net, f32(*x))
+    assert [value.name for value in plan.values if value.role == "weight"] == ["w"]
+    assert run(quantized, f32(*x))[0].size == 0
+
+
 @pytest.mark.parametrize("kind", ["residual", "attention", "concat", "transposed", "half", "opset 11"])
 def test_tensorrt_builds_what_the_rules_make(kind):
     if kind == "residual":

@@ -216,6 +216,8 @@ def test_a_failed_budget_names_no_layer_where_none_is_worth_it():
     assert accuracy_budget._remedy(rows).startswith("the outputs gain at most 0.3 dB by one layer in float: pipe why")
     rows[0] = dataclasses.replace(rows[0], extra={"isolated_sqnr_db": 5.0, "gain_db": 3.1})
     assert 'a in a (3.1 dB); keep them float with `skip: ["a"]`' in accuracy_budget._remedy(rows)
+    rows[1] = dataclasses.replace(rows[1], extra={"gain_db": float("nan")})
+    assert '`skip: ["a"]`' in accuracy_budget._remedy(rows)
     rows[1] = dataclasses.replace(rows[1], extra={"gain_db": float("inf")})
     assert 'b in b (no error is left), a in a (3.1 dB); keep them float with `skip: ["b", "a"]`' in (
         accuracy_budget._remedy(rows)
