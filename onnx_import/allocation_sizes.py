@@ -89,6 +89,7 @@ def _never_ends(node: ir.Node) -> bool:
     count = optional_input(node, 0)
     if count is not None and _number(count) is None:
         return False  # the number of rounds is computed
+    # Exporters put these between, where the condition is passed on.
     condition: ir.Value | None = body.outputs[0]
     maker = body.outputs[0].producer()
     while maker is not None and maker.op_type in ("Identity", "Cast"):
@@ -105,7 +106,9 @@ def _number(value: ir.Value | None) -> int | bool | None:
     if tensor is None or tensor.size != 1 or isinstance(tensor, ir.ExternalTensor):
         return None
     number = tensor.numpy().reshape(()).item()
-    return number if isinstance(number, bool) else int(number)
+    if isinstance(number, bool):
+        return number
+    return int(number)
 
 
 def _sizes(graph: ir.Graph) -> dict[str, int]:
@@ -133,7 +136,8 @@ def _bytes(value: ir.Value) -> int:
 
 def _most(graph: ir.Graph, sizes: dict[str, int]) -> tuple[list[str], int]:
     """The values that are alive together where they take most, and their bytes. Each lives until its last reader."""
-    last_use = {name: len(graph) for name in names(graph.outputs)}
+    # Outputs live to the end.
+    last_use = dict.fromkeys(names(graph.outputs), len(graph))
     for index, node in enumerate(graph):
         for name in names(reads(node)):
             last_use[name] = max(last_use.get(name, index), index)
@@ -142,6 +146,7 @@ def _most(graph: ir.Graph, sizes: dict[str, int]) -> tuple[list[str], int]:
     alive: dict[str, None] = {}
     total = most = 0
     alive_at_most: list[str] = []
+    # While a node runs, what it reads and what it writes are there at once: values are freed behind it.
     for index, node in enumerate(graph):
         for name in names(node.outputs):
             if sizes.get(name, 0):

@@ -31,7 +31,7 @@ from layerline.onnx_import import allocation_sizes, feed_sources, symbolic_dims
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.inputs import npz
 from layerline.pipeline.nearest import did_you_mean
-from layerline.pipeline.report import CHANNELS, Order, Report
+from layerline.pipeline.report import CHANNELS, LayerDiff, Order, Report
 
 _MOST_MEMORY = 8 * GB
 _SECONDS = 1800
@@ -60,7 +60,8 @@ def compare_files(reference: Path, candidate: Path, data: Path, log: Log, furthe
     """
     files = [reference, candidate, data]
     for path in (reference, candidate):
-        files += map(path.parent.joinpath, onnx_files.external_files(onnx_files.read(path), path))
+        weight_files = onnx_files.external_files(onnx_files.read(path), path)
+        files += [path.parent / name for name in weight_files]
     stored = sum(path.stat().st_size for path in files)
     memory = int(min(_MOST_MEMORY, machine_memory() / 2)) + _COPIES * stored
     limits = Limits(
@@ -70,7 +71,7 @@ def compare_files(reference: Path, candidate: Path, data: Path, log: Log, furthe
         hint="give fewer samples, or smaller ones",
     )
     # The other process works in another folder. Links stay: external data lies beside them.
-    paths = map(Path.absolute, (reference, candidate, data))
+    paths = (reference.absolute(), candidate.absolute(), data.absolute())
     report: Report = bounded(compare_within, *paths, memory, further, limits=limits, log=log)
     # As the user wrote them: both files may have one name.
     return replace(report, reference=f"{reference} on onnxruntime", candidate=f"{candidate} on onnxruntime")
@@ -81,6 +82,7 @@ def compare_within(reference: Path, candidate: Path, data: Path, memory: int, fu
     arrays = npz.read(data)
     models = [_read(path, arrays, memory) for path in (reference, candidate)]
     feeds, notes = _feeds(arrays, _joint_inputs(models[0], models[1], candidate.name), data.name)
+    # Each alone first: the graph that joins them could not say which file is at fault.
     for path, model in zip((reference, candidate), models, strict=True):
         try:
             OnnxRuntime().open(model)
@@ -96,23 +98,26 @@ def compare_stages(reference: Path, candidate: Path, log: Log, further: Further)
     """
     models: list[ir.Model] = []
     notes: list[str] = []
+    operators: list[dict[str, str]] = []
     emulation: set[str] = set()
     for which, folder in (("first", reference), ("second", candidate)):
         stored = onnx_files.read_model(folder / onnx_files.FILE)
         reason = convert.not_emulated(stored)
         if reason:
             notes.append(f"{which} model: {reason}")
-        if which == "first":
-            ops = _operators(stored)
+        operators.append(_operators(stored))
         # An emulation adds values, and gives those that it rounds under their names.
-        models.append(convert.runnable(stored))
-        emulation |= _operators(models[-1]).keys() - _operators(stored).keys()
+        runnable = convert.runnable(stored)
+        emulation |= _operators(runnable).keys() - operators[-1].keys()
+        models.append(runnable)
     # quantize may raise the opset, and models of one opset can be one graph.
     newest = max(opset_of(model) for model in models)
     with contextlib.suppress(StageError):
         models = [raise_opset(model, newest) for model in models]
     _joint_inputs(models[0], models[1], "the second stage")
     report = _compared(models[0], models[1], probe_files.load(reference), notes, log, further, emulation)
+    # By the operator of the artifact, which an emulation may have written out.
+    ops = operators[0]
     return replace(report, records=tuple(replace(row, op=ops.get(row.name, row.op)) for row in report.records))
 
 
@@ -139,9 +144,7 @@ def _compared(
     # Rounding a value is an error of the layer that reads it, as in the report of quantize.
     sides = sides_of_qdq(candidate.graph, {*values, *candidate.graph.initializers}) | set(emulation)
     shared = set(computed_values(candidate.graph)) - sides
-    # In the order of the reference.
-    compared = list(filter(shared.__contains__, values))
-    pairs = dict(zip(compared, compared, strict=True))
+    pairs = {name: name for name in values if name in shared}
     records = compare(reference, candidate, feeds, isolated=True, pairs=pairs, sizes_differ=True)
     matched = sides.union(record.name for record in records)
     missing = [name for name in values if name not in matched]
@@ -150,16 +153,13 @@ def _compared(
             f"{len(missing)} of {len(values)} values of the first model are not compared, since they are no tensors or "
             f"the second has none of that name; the first is {missing[0]}"
         )
-    notes += filter(None, (why_two_sessions(reference, candidate), counted(reference.graph).note()))
+    remarks = (why_two_sessions(reference, candidate), counted(reference.graph).note())
+    notes += [remark for remark in remarks if remark]
     report = Report(stage="files", records=records, notes=tuple(notes))
     if further.effect:
         report = with_effects(report, reference, candidate, feeds, pairs)
     if further.channels:
-        chosen = [record for record in records if further.channels in (record.name, record.module)]
-        if not chosen:
-            layers = dict.fromkeys(name for record in records for name in (record.name, record.where))
-            hint = did_you_mean(further.channels, layers) or "`pipe diff` without --by-channel lists the layers"
-            raise ConfigError(f"no layer is called {further.channels!r}", where="--by-channel", hint=hint)
+        chosen = _layer(records, further.channels)
         rows = channel_errors(reference, candidate, feeds, chosen, pairs)
         if not rows:
             raise StageError(f"{further.channels} holds no floats with channels in both", where="--by-channel")
@@ -168,16 +168,31 @@ def _compared(
         if not records:
             raise StageError("the two models have no value of one name: there is nothing to show", where="--repro")
         bad = report.sorted(further.order)[0]
+        # These are as good as inputs: the cut out part may begin at them.
         equal = {record.name for record in records if record.passed and record.max_abs == 0}
         reproduce(reference, candidate, feeds, bad, equal, further.repro)
     return report
 
 
+def _layer(records: Sequence[LayerDiff], layer: str) -> list[LayerDiff]:
+    """The rows of a layer, by its value or module. Raises ConfigError where there are none."""
+    chosen = [record for record in records if layer in (record.name, record.module)]
+    if chosen:
+        return chosen
+    layers: list[str] = []
+    for record in records:
+        layers += [record.name, record.where]
+    hint = did_you_mean(layer, layers) or "`pipe diff` without --by-channel lists the layers"
+    raise ConfigError(f"no layer is called {layer!r}", where="--by-channel", hint=hint)
+
+
 def _read(path: Path, arrays: Mapping[str, Array], memory: int) -> ir.Model:
+    """A file's model, checked before anything of it is computed."""
     light = onnx_files.parts(path)
     refuse_broken(light)
     model = as_ir(light)
     symbolic_dims.name(model, arrays)
+    # Paths of modules and files are words of whoever made the file.
     module_identity.distrust(model)
     allocation_sizes.refuse_unbounded(model, memory, "the memory of this machine sets the limit")
     return model
@@ -196,6 +211,7 @@ def _joint_inputs(reference: ir.Model, candidate: ir.Model, name: str) -> list[V
             raise ConfigError(f"it is {value.dtype}, and {other.dtype} in the first model", where=where)
         if not may_be_equal(value.shape, other.shape):
             raise ConfigError(f"its shape is {value.shape}, and {other.shape} in the first model", where=where)
+        # What one of the two leaves open has the size that the other fixes.
         sizes = list(other.shape)
         for axis, size in enumerate(value.shape):
             if isinstance(size, int):
@@ -211,6 +227,7 @@ def _feeds(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) -> 
     sample is a whole input, the first axis is cut into feeds.
     """
     samples = feed_sources.samples(arrays, inputs, where)
+    # First axes that count samples and are fixed: a feed has just as many.
     fixed = {int(v.shape[0]) for v in inputs if samples.stacked(v) and isinstance(v.shape[0], int)}
     step = next(iter(fixed), samples.count)
     if samples.whole:

@@ -137,6 +137,7 @@ class Samples:
         if value.name in self.whole:
             array = array[turn % self.count]
         elif self.stacked(value) and turn:
+            # Behind the last sample the first ones follow.
             array = np.roll(array, -turn, 0)
         for axis, length in enumerate(size):
             if array.shape[axis] != length:

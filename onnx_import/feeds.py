@@ -39,7 +39,7 @@ def ranges(model: ir.Model, inputs: Sequence[Value], declared: Mapping[str, Rang
 
     Raises ConfigError for a range of no input, or of one that holds no integers.
     """
-    integers = {v.name for v in inputs if np.dtype(v.dtype).kind in "iu"}
+    integers = {value.name for value in inputs if np.dtype(value.dtype).kind in "iu"}
     for name in declared:
         if name not in integers:
             names = ", ".join(sorted(integers)) or "none"
@@ -64,6 +64,7 @@ def from_samples(feeder: Feeder, samples: Samples, count: int, ranges: Mapping[s
             values = f"{array.min()} to {array.max()}"
             raise ConfigError(f"the samples hold {values}, the range is {low} to {high}", where=f"data: {name}")
     batches = samples.batches()
+    # Two samples, or as many more as a declared bound asks for.
     batch = max((feeder.bounds(name).fit(BATCH) for name in batches), default=BATCH)
     first = samples.sizes(batch)
     error = feeder.refuses(samples.feed(first))
@@ -88,10 +89,14 @@ def _over(feed: Feed, ranges: Mapping[str, Range]) -> Feed:
 
 def _misfit(feeder: Feeder, samples: Samples, first: Mapping[str, int], error: str) -> StageError:
     """The error for samples that the model refuses; if it runs on another number of them, with that number."""
+    refusal = StageError(f"the model does not run on the samples: {error}", where="data")
     batches = {name: first[name] for name in sorted(samples.batches())}
+    if not batches:
+        return refusal
+    # A Reshape often holds the number of samples that the model was exported with.
     for size in (1, 4, 8, 16, 32, 64, 3):
         sizes = dict.fromkeys(batches, size)
-        if batches and feeder.refuses(samples.feed({**first, **sizes})) is None:
+        if feeder.refuses(samples.feed({**first, **sizes})) is None:
             declaration = ", ".join(f"{name}: {size}" for name in batches)
             return StageError(
                 f"the model runs only at {sizes_text(sizes)}, not at {sizes_text(batches)}, though its file says that "
@@ -99,7 +104,7 @@ def _misfit(feeder: Feeder, samples: Samples, first: Mapping[str, int], error: s
                 where="data",
                 hint=f"that size is written into the node named: dims: {{{declaration}}}",
             )
-    return StageError(f"the model does not run on the samples: {error}", where="data")
+    return refusal
 
 
 def from_nothing(feeder: Feeder, ranges: Mapping[str, Range]) -> Fed:
@@ -134,8 +139,12 @@ def _next(feeder: Feeder, samples: Samples, count: int, batch: int, first: Mappi
         if samples.count > batch:
             feeds.append(samples.feed({**first, **sizes}, batch))
     else:
-        fixed = [value.shape[0] for value in samples.inputs if samples.stacked(value)]
-        size = next((size for size in fixed if isinstance(size, int)), 1)
+        # A fixed number of samples is that of each feed.
+        size = 1
+        for value in samples.inputs:
+            if samples.stacked(value) and isinstance(value.shape[0], int):
+                size = value.shape[0]
+                break
         feeds += [samples.feed(first, turn) for turn in range(size, min(count + size, samples.count), size)]
     return feeder.taken(feeds)
 
@@ -146,10 +155,15 @@ def _guesses(inputs: Sequence[Value], ranges: Mapping[str, Range]) -> list[dict[
     widest: dict[str, Range] = {}
     for value in inputs:
         kind = np.dtype(value.dtype).kind
-        if kind in "iu" and value.name not in ranges:
-            widest[value.name] = (-WIDE if kind == "i" else 0, WIDE)
+        if value.name in ranges:
+            continue
+        if kind == "i":
+            widest[value.name] = (-WIDE, WIDE)
+        elif kind == "u":
+            widest[value.name] = (0, WIDE)
     if not widest:
         return [{}]
+    # Indices are not below zero, and switches are 0 or 1.
     return [widest, dict.fromkeys(widest, (0, WIDE)), dict.fromkeys(widest, (0, 1))]
 
 
@@ -207,6 +221,7 @@ def compared_numbers(model: ir.Model, name: str) -> tuple[int, ...]:
 def _readers(graph: ir.Graph, name: str) -> Iterator[tuple[ir.Node, int]]:
     """Nodes of the main graph that read an input's numbers, however reshaped, and at which place."""
     same = {value for value in graph.inputs if value.name == name}
+    # In topological order, so that a chain of such nodes is followed in one pass.
     for node in graph:
         for place, read in enumerate(node.inputs):
             if read in same:

@@ -44,6 +44,7 @@ def unchanged(
     if all(row.max_abs == 0 and row.passed for row in rows):
         notes.append("every value is equal to the last bit")
         return tuple(replace(row, tolerance=0.0) for row in rows), notes
+    # What a rounding step of weights and inputs does to the original itself: a measure for what differs.
     noise = floors(original, feeds)
     tolerances: dict[str, float] = {}
     for row in rows:
@@ -56,7 +57,7 @@ def unchanged(
 
 
 def save_checked(model: ir.Model, folder: Path) -> list[str]:
-    """Saves the model and gives what only onnx objects to, as notes. Raises StageError if it is not valid ONNX."""
+    """Saves the model and checks the file; a note says why it can't be checked. Raises StageError: no valid ONNX."""
     path = onnx_files.save(model, folder)
     for output in model.graph.outputs:
         if output.shape is None:

@@ -50,6 +50,7 @@ def adopt(original: ir.Model, opset: int) -> Adopted:
     after = opset_of(raised)
     if after != before:
         notes.append(f"raised from opset {before} to {after}")
+    # The conversion adds nodes without a name, and writes a version of its own.
     _readable(raised)
     name_nodes(raised)
     stamp(raised)
@@ -71,6 +72,7 @@ def freeze(model: ir.Model, values: Mapping[str, float | Sequence[float]]) -> di
         value = inputs[name]
         assert value.dtype is not None and value.shape is not None  # every input has been named
         array = np.full(_frozen_shape(name, value.shape, number), number).astype(value.dtype.numpy())
+        # Floats may be rounded; an integer that changes is another one.
         if array.dtype.kind in "iub" and (array != number).any():
             raise ConfigError(f"{array.dtype} can't hold {number}", where=f"values.{name}")
         frozen[name] = array
@@ -121,6 +123,7 @@ def name_nodes(model: ir.Model) -> list[str]:
     for node in nodes:
         if (node.name or "") in used:
             node.name = fresh_name(f"{node.op_type}_{first_output(node) or 'none'}", taken)
+            # Exporters leave constants without a name, which says nothing about the file.
             if node.op_type != "Constant":
                 renamed += 1
         used.add(node.name or "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,15 +83,17 @@ class Feeder:
     def search(self, source: Source) -> dict[str, int] | str:
         """The first sizes that the model runs at, or its error at the likeliest ones."""
         self._source = source
-        self._errors.clear()
+        self._errors.clear()  # another source draws other numbers, such as indices within a table
         first_error = ""
         candidates = [self._candidates(name) for name in self.free]
-        for places in _likeliest(list(map(len, candidates))):
-            combination = [sizes[place] for sizes, place in zip(candidates, places, strict=True)]
-            tried = dict(zip(self.free, combination, strict=True))
+        for places in _likeliest([len(sizes) for sizes in candidates]):
+            tried: dict[str, int] = {}
+            for name, sizes, place in zip(self.free, candidates, places, strict=True):
+                tried[name] = sizes[place]
             error = self._error_at(tried)
             if error is None:
                 return tried
+            # The likeliest sizes fail for the reason that helps most.
             first_error = first_error or f"at {sizes_text(tried)}: {error}"
         return first_error
 
@@ -148,6 +149,7 @@ class Feeder:
             if countable:  # a graph must have an output
                 del watched.graph.outputs[: len(self.model.graph.outputs)]
             self._counting = OnnxRuntime().open(watched)
+        # A value's size is the product of its shape; the values themselves are let go while the graph runs.
         outputs = self._counting.run(self.whole(feed))
         return {value: math.prod(outputs[name].tolist()) for name, value in self._shapes.items()}
 
@@ -158,8 +160,11 @@ class Feeder:
     def _candidates(self, name: str) -> list[int]:
         """Sizes to try of a dimension, the likeliest first, within its declared bounds."""
         declared = self.bounds(name)
-        sizes = list(_BATCH_SIZES if self._is_batch(name) else _SIZES)
+        sizes = list(_SIZES)
+        if self._is_batch(name):
+            sizes = list(_BATCH_SIZES)
         if declared.max is not None:
+            # None of the usual sizes may lie within the bounds, so some of all that do are tried as well.
             low = declared.min or 1
             spacing = max(1, (declared.max - low) // len(_SIZES))
             sizes += range(low, declared.max + 1, spacing)
@@ -192,6 +197,7 @@ class Feeder:
                 f"{name} is declared without max, and goes to {dim.max}, the greatest size that was run. Engines are "
                 f"built up to there. To set another limit: dims: {{{name}: {{min: {dim.min}, max: <size>}}}}"
             )
+        # The least size that may be fed breaks most easily. Users don't ask for it, so engines are not built for it.
         least = {**self._first, **dict.fromkeys(tied, step)}
         if not is_declared and step < min(sizes) and self._error_at(least) is None:
             self.edges.append(self._source.feed(least))
@@ -201,7 +207,10 @@ class Feeder:
         """Feeds at other sizes of a dimension and of others that must move with it: one other, or all of that size."""
         decided = {name, *self.same, *self.dims, *self.fixed, *self.declared}
         alike = [dim for dim in self.free if dim not in decided and self._first[dim] == self._first[name]]
-        for others in [*([dim] for dim in alike), alike]:
+        groups = [[dim] for dim in alike]
+        if len(alike) > 1:
+            groups.append(alike)
+        for others in groups:
             feeds = self._run((name, *others))
             if feeds.keys() <= {1}:
                 continue
@@ -217,6 +226,7 @@ class Feeder:
         first = self._first[name]
         declared = self.bounds(name)
         step = declared.multiple or self._step(moved)
+        # Bounds between two multiples would promise sizes that the model refuses.
         for bound in (declared.min, declared.max):
             if bound is not None and bound % step:
                 what = f"{name} is declared to take {bound}, the model takes multiples of {step}"
@@ -224,6 +234,7 @@ class Feeder:
         low, high = first // 2, 2 * first
         if self._is_batch(name):
             low, high = 1, BATCHES * first
+        # Both bounds are a promise: every size between them has to run.
         fully_declared = declared.min is not None and declared.max is not None
         feeds: dict[int, Feed] = {}
         for size in _others(declared.min or low, declared.max or high, first, step, int(first * self._growth)):
@@ -271,8 +282,10 @@ class Feeder:
 
 def _others(low: int, high: int, first: int, step: int, limit: int) -> list[int]:
     """Sizes to run beside the first: both bounds and the next step; more sizes if that leaves only one."""
-    low = -(-max(low, 1) // step) * step
+    # Multiples of the step within the bounds.
+    low = math.ceil(max(low, 1) / step) * step
     high = high // step * step
+    # As far up as memory allows, but for the least size, which is always run.
     top = max(low, min(high, limit // step * step))
     sizes: list[int] = []
     for wanted in ({low, top, first + step}, {low, top, first + step, low + step, top - step}):
@@ -284,9 +297,13 @@ def _others(low: int, high: int, first: int, step: int, limit: int) -> list[int]
 
 def _likeliest(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Places in lists of these lengths, one in each, those of the least sum first; at most TRIES."""
-    totals = range(sum(counts) - len(counts) + 1)
-    every = itertools.chain.from_iterable(_places(counts, total) for total in totals)
-    return itertools.islice(every, TRIES)
+    tries = 0
+    for total in range(sum(counts) - len(counts) + 1):
+        for places in _places(counts, total):
+            if tries == TRIES:
+                return
+            tries += 1
+            yield places
 
 
 def _places(counts: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:

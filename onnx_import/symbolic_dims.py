@@ -103,6 +103,7 @@ def settle(model: ir.Model, places: Places, runs: Sequence[tuple[Feed, Mapping[s
         if len(set(sizes)) > 1:
             varied[dim_name] = sizes
     for output in model.graph.outputs:
+        # A size that changes with a dimension on every feed is that dimension's.
         output_name = output.name or ""
         shapes = [outputs[output_name].shape for _, outputs in runs]
         if len({len(shape) for shape in shapes}) > 1:

@@ -189,8 +189,8 @@ class _Conversion:
         _rewire(wants_half, cast.outputs[0])
         if producer is not None:
             producer.append(cast)
-        # An input has no node to stand behind.
         else:
+            # An input has no node to stand behind.
             first_reader = min((node for node, _ in wants_half), key=lambda n: self.position[n])
             first_reader.prepend(cast)
 
