@@ -219,6 +219,16 @@ def test_nlp_finetune_clamps_the_rate(given: Any, used: float) -> None:
     assert aliases.load(written).optimizer.base_lr == used
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "preset"),
+    [({}, True), ({"name": "constant"}, True), ({"name": "constant", "warmup_ratio": 0.1}, False)],
+)
+def test_a_length_that_the_preset_needs_is_asked_for_in_its_name(scheduler: dict[str, Any], preset: bool) -> None:
+    with pytest.raises(ConfigError, match="needs the length of the run") as caught:
+        aliases.load({"preset": "vision", "scheduler": scheduler}, whole=True)
+    assert ("the preset vision asks for it" in caught.value.what) is preset
+
+
 def test_presets_yield_to_what_is_written() -> None:
     config = aliases.load({"preset": "pretrain-lm", "scheduler": {"warmup_ratio": 0.1, "total_steps": 100}})
     assert (config.optimizer.name, config.scheduler.name) == ("lamb", "inverse_sqrt")

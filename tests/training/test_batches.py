@@ -198,6 +198,12 @@ def test_example_inputs_beside_what_holds_for_all_samples(tmp_path: Path) -> Non
         assert [tuple(tensor.shape) for tensor in kwargs.values()] == shapes
 
 
+def test_example_inputs_keep_their_memory_format(tmp_path: Path) -> None:
+    images = "torch.ones(4, 3, 5, 5).to(memory_format=torch.channels_last)"
+    args, _ = data.example_inputs(_task(tmp_path, f"def train_data(): return [({images}, torch.ones(4))]"))
+    assert args[0].shape == (2, 3, 5, 5) and args[0].stride() == (75, 1, 15, 3)
+
+
 def test_example_inputs_keep_their_integer_type(tmp_path: Path) -> None:
     args, _ = data.example_inputs(_task(tmp_path, "def example_inputs(): return (np.ones((2, 3), 'i4'),)"))
     assert args[0].dtype == torch.int32

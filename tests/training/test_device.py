@@ -21,6 +21,7 @@ from layerline.pipeline.errors import PipeError, Unavailable
 from layerline.training.config.sections import Config
 from layerline.training.data.batches import Batches
 from layerline.training.distributed import rendezvous
+from layerline.training.distributed.sharding import Shards
 from layerline.training.setup import capabilities
 from tests.training import pretend
 from tests.training.group import good
@@ -179,6 +180,29 @@ def test_what_cannot_travel_in_a_group(
     ranks: Any = SimpleNamespace(device=torch.device(group), serves_cpu=serves_cpu)
     told = _told(lambda: capabilities._check_group(ranks, config, param, split=False))
     assert message in told and bool(message) is bool(told)
+
+
+def test_weights_that_fully_shard_offloads_need_a_group_for_cpu_memory() -> None:
+    param = nn.Parameter(torch.empty(1))
+    param.device_mesh = SimpleNamespace(device_type="cuda")
+    ranks: Any = SimpleNamespace(device=torch.device("cuda"), serves_cpu=False)
+    assert "fully_shard keeps the parameters in CPU" in _told(
+        lambda: capabilities._check_group(ranks, Config(), param, split=True)
+    )
+    ranks.serves_cpu = True
+    capabilities._check_group(ranks, Config(), param, split=True)
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cuda", 1), ("cpu", 0)])
+def test_offloaded_weights_are_waited_for(device: str, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
+    model = nn.Linear(2, 2)
+    shards = Shards.__new__(Shards)
+    lane: Any = SimpleNamespace(device=torch.device(device), params=list(model.parameters()), model=model)
+    shards.lane = lane
+    shards.release()
+    assert len(waited) == waits
 
 
 def test_more_ranks_than_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

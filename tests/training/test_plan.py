@@ -29,6 +29,11 @@ def test_the_text_says_groups_and_curve() -> None:
     assert any("loss scale serves fp16" in n for n in plan.notes)
 
 
+def test_a_field_without_effect_is_named() -> None:
+    mo = ModelOptimizer(nn.Linear(2, 1), {"distributed": {"overlap_communication": True}})
+    assert "distributed.overlap changes nothing: gradients are reduced after the backward pass" in mo.plan().notes
+
+
 def test_the_text_lists_the_first_parameters_and_counts_the_others() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(LISTED)))
     text = str(ModelOptimizer(model, {}).plan())

@@ -199,11 +199,14 @@ def _check(config: Config, written: _Written, *, length: bool) -> None:
         checks.check(config, length=length)
     except ConfigError as error:
         what = error.what
-        # The schedule may be the user's, and the warm-up the preset's.
-        asking = (written["scheduler.warmup_ratio"], written["scheduler.name"])
-        presets = [source for source in asking if source.startswith("preset ")]
-        if error.where == "scheduler.total_steps" and presets:
-            what += f", and the {presets[0]} asks for it"
+        if error.where == "scheduler.total_steps":
+            # The schedule may be the user's, and the warm-up the preset's.
+            needing = ["scheduler.warmup_ratio"]
+            if config.scheduler.name in checks.NEED_TOTAL:
+                needing.append("scheduler.name")
+            presets = [written[path] for path in needing if written[path].startswith("preset ")]
+            if presets:
+                what += f", and the {presets[0]} asks for it"
         raise ConfigError(what, where=written[error.where], hint=error.hint) from error
 
 

@@ -322,7 +322,7 @@ class DistributedConfig(Section):
 
     backend: Literal["nccl", "gloo"] | None = None  # None: ranks join only for a wrapped or sharded model
     bucket_mb: PositiveInt = 25  # gradients are reduced in pieces of this size
-    overlap: bool = False  # taken for configurations of other tools; gradients are reduced after the backward pass
+    overlap: bool = False  # no effect: gradients are reduced after the backward pass; other tools have this field
     compress: Literal["none", "fp16", "bf16"] = "none"  # the type in which gradients travel
     shard: Literal["none", "zero2", "zero3"] = "none"  # split gradients and optimizer state; zero3: weights too
     timeout_s: PositiveFloat = 600.0  # how long a rank waits for another before it names it

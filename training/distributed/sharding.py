@@ -97,6 +97,9 @@ class Shards(Peers):
 
     def release(self) -> None:
         """What units hold of their weights in whole form is dropped."""
+        # Weights that fully_shard offloads may still be on their way to the GPU, for a forward pass that is queued.
+        if self.lane.device.type == "cuda" and any(param.device.type == "cpu" for param in self.lane.params):
+            torch.cuda.synchronize()
         for module in self.lane.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

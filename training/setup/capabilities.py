@@ -16,7 +16,7 @@ from layerline.training.loop.step_engine import Lane
 from layerline.training.model.canonical_names import unwrap
 from layerline.training.model.split_tensors import device_of, is_split
 
-# torch's sharding takes long to import, and most trainings need none of these: they are imported where they are used.
+# Sharding and triage are imported where they are used: torch's part of sharding takes long to load.
 
 
 def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Ranks | None:
@@ -77,6 +77,9 @@ def _check_group(group: Ranks, config: Config, param: nn.Parameter, *, split: bo
     if device == "cpu" and not (sharded or split or group.serves_cpu):
         what = "the model is in CPU memory, and NCCL sends what is on a GPU"
         _refuse("backend", what, 'move it first, model.to("cuda"), or use gloo')
+    if device != param.device.type and not group.serves_cpu:
+        what = "fully_shard keeps the parameters in CPU memory, and NCCL sends what is on a GPU"
+        _refuse("backend", what, 'init_process_group("cpu:gloo,cuda:nccl")')
 
 
 def _check_shard(models: list[nn.Module], config: Config, *, wrapped: bool, custom: bool) -> None:
