@@ -162,7 +162,7 @@ class Quantize(QuantizeFields):
         )
 
     def _convert(self, work: Work, conversion: Conversion) -> Result:
-        """Converts in the way that the mode and the model ask for: there are five beside `mode: none`."""
+        """Converts the model in the way that its mode asks for, or its own Q/DQ."""
         from layerline.graph.quantization import convert, own_qdq
         from layerline.parity.conversion import Result
 

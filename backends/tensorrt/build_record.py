@@ -55,7 +55,7 @@ def engine_json(built: Built, profiles: Sequence[Profile], **facts: Any) -> dict
         **facts,
         "version": built.version,
         "compute_capabilities": list(built.targets) or ["default"],
-        "profiles": [dict(zip(profile, map(vars, profile.values()), strict=True)) for profile in profiles],
+        "profiles": [_limits(profile) for profile in profiles],
         "inputs": [vars(t) for t in built.inputs],
         "outputs": [vars(t) for t in built.outputs],
         "layers": {
@@ -67,6 +67,10 @@ def engine_json(built: Built, profiles: Sequence[Profile], **facts: Any) -> dict
         "memory": {"plan_bytes": len(built.plan), **built.memory},
         "warnings": [{"text": text, "count": count} for text, count in built.warnings.items()],
     }
+
+
+def _limits(profile: Profile) -> dict[str, Any]:
+    return {name: vars(limits) for name, limits in profile.items()}
 
 
 def layers_json(layers: Sequence[Layer], onnx_names: OnnxNames) -> list[dict[str, Any]]:

@@ -174,7 +174,8 @@ def verdict(evidence: Evidence, causes: list[Cause], unfinished: Sequence[str] =
         sentences.append(f"lost in {stage}: {what}")
         if not any(cause.stage == stage for cause in causes):
             sentences.append(f"no rule explains it: see pipe diff {stage}")
-    for cause in causes[:1]:
+    if causes:
+        cause = causes[0]
         layer = f" at {cause.place}" if cause.layer else ""
         sentences.append(f"likely cause: {cause.name}{layer} ({cause.evidence})")
         change = f", with --set {shlex.quote(cause.setting)}" if cause.setting else ""

@@ -265,9 +265,9 @@ def read_log(path: Path) -> Log:
     try:
         rows = list(csv.DictReader(StringIO(read_bytes(path, _LOG_BYTES).decode())))
         for row in rows:
+            # A cell is empty where a column was not measured in that step.
             for name in [name for name, cell in row.items() if not cell]:
-                # A cell is empty where a column was not measured in that step.
-                del row[name]  # it was not measured
+                del row[name]
         return _LOG.validate_python(rows)
     except (OSError, ValueError, csv.Error) as error:
         raise PipeError(

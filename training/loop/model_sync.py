@@ -64,8 +64,9 @@ def join(lane: LaneState) -> list[str]:
     names = [member.name for member in fresh]
     late = [member.param for member in fresh]
     if lane.custom:
-        for name in custom.idle(lane.optimizer, names, late):
-            raise ConfigError("a custom optimizer must hold a parameter before it joins", where=name,
+        idle = custom.idle(lane.optimizer, names, late)
+        if idle:
+            raise ConfigError("a custom optimizer must hold a parameter before it joins", where=idle[0],
                               hint="optimizer.add_param_group({'params': …}) first")  # fmt: skip
     if fresh and masters(lane.config, late, custom=lane.custom):
         raise ConfigError("a half parameter needs a master, and can only join at construction", where=names[0],

@@ -90,9 +90,10 @@ def _build(job: Mapping[str, Any]) -> tuple[ModelOptimizer, Callable[[], object]
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(source)
-    mo, step, *left = getattr(module, name)(**job["arguments"])
-    left.append(lambda: math.inf)
-    return mo, step, left[0]
+    mo, step, *rest = getattr(module, name)(**job["arguments"])
+    if rest:
+        return mo, step, rest[0]
+    return mo, step, lambda: math.inf
 
 
 def make_stage(*, task: str, config: Mapping[str, Any], device: str, **fields: Any) -> tuple[ModelOptimizer,

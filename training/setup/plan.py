@@ -43,9 +43,11 @@ class Plan:
         lines += ["", "learning rate"]
         # A rate that stays is one line, from its first to its last point.
         for rate, points in groupby(self.curve, key=lambda point: f"{point[1]:.3e}"):
-            first, *later = [step for step, _ in points]
-            to = "".join(f" to {step:,}" for step in later[-1:])
-            lines.append(f"  step {first:>9,}{to}  {rate}")
+            steps = [step for step, _ in points]
+            text = f"  step {steps[0]:>9,}"
+            if len(steps) > 1:
+                text += f" to {steps[-1]:,}"
+            lines.append(f"{text}  {rate}")
         if self.notes:
             lines += ["", "notes", *[f"  {note}" for note in self.notes]]
         return "\n\n\n".join(["\n".join(lines), *map(str, self.others)])
