@@ -48,27 +48,6 @@ class Plain:
         pass
 
 
-class Lookup(nn.Module):
-    """Two tables, looked up by functions, so that only their gradients show that they are sparse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.ones(3, 2))
-        self.second = nn.Parameter(torch.ones(3, 2))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        pairs = (self.first, self.second)
-        return torch.stack([nn.functional.embedding(ids, table, sparse=True) for table in pairs]).sum()
-
-
-def test_of_several_sparse_gradients_the_first_is_named() -> None:
-    model = Lookup()
-    mo = ModelOptimizer(model, {})
-    with pytest.raises(ConfigError, match="sparse gradients are not supported") as caught:
-        mo.step(model(torch.tensor([0, 2])))
-    assert caught.value.where == "first"
-
-
 # Custom optimizers.
 
 
