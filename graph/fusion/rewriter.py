@@ -56,7 +56,9 @@ class Rewriting:
         # Number of firings at the last shape inference; -1 before the first.
         self._inferred = -1
         # Inference may know less of a body's ends than the file says; `finish` falls back on these.
-        self._body_shapes = {value.name: value.shape for value in self._body_ends()}
+        self._body_shapes: dict[ir.Graph, list[ir.Shape | None]] = {}
+        for body in model.graph.subgraphs():
+            self._body_shapes[body] = [value.shape for value in _ends(body)]
         # Read before the first inference overwrites them.
         self._declared_shapes = shape_inference.declared(model)
         self.unfused_names = {value.name for value in graph_values(model.graph) if value.name}
@@ -67,12 +69,6 @@ class Rewriting:
         # A node and a value may share a name, so the two are kept apart.
         self._value_names = value_names(model)
         self._node_names = node_names(model)
-
-    def _body_ends(self) -> Iterator[ir.Value]:
-        """Inputs and outputs of every body."""
-        for body in self.model.graph.subgraphs():
-            yield from body.inputs
-            yield from body.outputs
 
     def graphs(self) -> Iterator[ir.Graph]:
         """The main graph, then every body inside it; a body whose node went meanwhile is passed over."""
@@ -106,8 +102,10 @@ class Rewriting:
     def finish(self) -> None:
         """Infers the shapes of the rewritten model; where nothing follows, ends of bodies keep their declared ones."""
         self.infer()
-        for value in self._body_ends():
-            value.shape = value.shape or self._body_shapes.get(value.name)
+        for body in self.model.graph.subgraphs():
+            # By place: bodies side by side may use one name for values of different shapes.
+            for value, declared_shape in zip(_ends(body), self._body_shapes[body], strict=True):
+                value.shape = value.shape or declared_shape
         for graph in self.model.graphs():
             for value in graph_values(graph):
                 if value.shape is not None and not value.shape.is_static():
@@ -346,6 +344,11 @@ def refuse_other_outputs(node: ir.Node) -> None:
     for other in node.outputs[1:]:
         if other.uses() or other.is_graph_output():
             raise Declined(f"second output {other.name} of {node.op_type} {node.outputs[0].name} is used")
+
+
+def _ends(body: ir.Graph) -> list[ir.Value]:
+    """Inputs and outputs of a body."""
+    return [*body.inputs, *body.outputs]
 
 
 def _detach(node: ir.Node) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
 from tests.forms import proto
@@ -138,6 +139,18 @@ def test_shared_weights_are_scaled_for_one_reader_only() -> None:
     body = f"c = Conv(x, w) z = {BN.format(attributes='')[4:]} r = Relu(x) d = Conv(r, w) y = Sub(z, d)"
     model = parse("(float[N, 4, H, W] x) => (float[N, 4, ?, ?] y)", body, w=normal(4, 4, 3, 3), **statistics(4))
     assert ops(prove(model, {"x": normal(2, 4, 6, 6)}).model) == ["Conv", "Relu", "Conv", "Sub"]
+
+
+def test_branches_that_share_a_weight_go_on_sharing_it_with_a_bias() -> None:
+    body = """s = ReduceSum <keepdims = 0>(x) c = Greater(s, zero) y = If (c) <
+      then_branch: graph = t () => (float[] ty) { tm = MatMul(x, w) ty = Add(tm, one) },
+      else_branch: graph = e () => (float[] ey) { em = MatMul(x, w) ey = Add(em, two) }>"""
+    model = parse("(float[N, 3] x) => (float[N, 4] y)", body, w=normal(3, 4), zero=np.float32(0), one=normal(4),
+                  two=normal(4, seed=1))  # fmt: skip
+    done = prove(model, {"x": normal(2, 3)}, {"x": -normal(2, 3)}).model
+    stored = [value.shape for graph in done.graphs() for value in graph.initializers.values()]
+    assert ops(done)[-1] == "If" and stored.count(ir.Shape([3, 4])) == 1
+    assert [node.op_type for graph in done.graph.subgraphs() for node in graph] == ["Gemm", "Gemm"]
 
 
 @pytest.mark.parametrize("where", ["constant", "identity", "cast"])

@@ -51,6 +51,7 @@ RULES: tuple[Rule, ...] = (
     norm.affine,
     activations.guard,
     pad.conv,
+    pad.pool,
     linear.batchnorm,
     linear.affine,
     channels.run,
