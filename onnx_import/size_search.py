@@ -308,13 +308,16 @@ def _likeliest(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 def _places(counts: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
     """Places whose sum is `total`."""
-    if not counts:
-        if total == 0:
-            yield ()
-        return
-    for place in range(min(total + 1, counts[0])):
-        for rest in _places(counts[1:], total - place):
-            yield (place, *rest)
+    # Not by recursion: a file may have more open sizes than Python's stack has frames.
+    pending: list[tuple[int, ...]] = [()]
+    while pending:
+        places = pending.pop()
+        rest = total - sum(places)
+        if len(places) < len(counts):
+            following = range(min(rest + 1, counts[len(places)]))
+            pending += [(*places, place) for place in reversed(following)]
+        elif rest == 0:
+            yield places
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:
