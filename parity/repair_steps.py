@@ -79,9 +79,7 @@ def run(
         gain = measured_plan.least_gain(before, after)
         if gain is not None:
             row |= {"without_db": before[-1], "with_db": after[-1]}
-            measured += (
-                f"; {after[-1]:.1f} dB at {trials.place} with it, {before[-1]:.1f} dB without, on held-out samples"
-            )
+            measured += f"; {measured_plan.gain_text(trials.place, before[-1], after[-1])}"
         if gain is None or gain >= LEAST_GAIN_DB:
             new_verdict = judge(new_converted)
             evaluations += 1

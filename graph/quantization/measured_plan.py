@@ -133,7 +133,7 @@ def least_gain(before: Sequence[float | None], after: Sequence[float | None]) ->
     """The gain in dB on the held-out samples, or on average over both parts where that is less.
 
     A choice may not lose on samples that it was not fitted on. On the others it may lose less than it gains there.
-    None where nothing could be measured.
+    None where nothing could be measured; -inf where that holds for the held-out samples alone.
     """
     gains: list[float] = []
     for old, new in zip(before, after, strict=True):
@@ -142,7 +142,16 @@ def least_gain(before: Sequence[float | None], after: Sequence[float | None]) ->
             gains.append(0.0 if old == new else new - old)
     if not gains:
         return None
+    if before[-1] is None or after[-1] is None:
+        return -math.inf
     return min(gains[-1], sum(gains) / len(gains))
+
+
+def gain_text(place: str, before: float | None, after: float | None) -> str:
+    """The figures on the held-out samples, in words."""
+    if before is None or after is None:
+        return f"{place} hold only zeros on the held-out samples, so nothing could be judged"
+    return f"{after:.1f} dB at {place} with it, {before:.1f} dB without, on held-out samples"
 
 
 class OutputReference:
@@ -251,7 +260,7 @@ def corrected(
     gain = least_gain(before, after)
     if gain is None:
         return True, f"bias correction changed {layers} layers; no output could be measured"
-    figures = f"{after[-1]:.1f} dB at {trials.place} with it, {before[-1]:.1f} dB without, on held-out samples"
+    figures = gain_text(trials.place, before[-1], after[-1])
     if gain <= 0:
         return False, f"bias correction was left out, the outputs do not gain by it: {figures}"
     return True, f"bias correction of {layers} layers: {figures}"

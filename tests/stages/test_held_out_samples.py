@@ -8,7 +8,7 @@ from layerline.calib.samples import Samples
 from layerline.export.signature import Value
 from layerline.graph.io import onnx_files
 from layerline.graph.quantization.calibration_data import CalibrationData
-from layerline.graph.quantization.measured_plan import OutputReference, least, least_gain
+from layerline.graph.quantization.measured_plan import OutputReference, gain_text, least, least_gain
 from layerline.stages.quantize import Quantize
 from tests.stages.test_quantize import model, work  # noqa: F401 - a fixture
 
@@ -182,3 +182,24 @@ def test_a_choice_has_to_gain_on_held_out_samples_and_on_average():
     assert least_gain([float("inf")], [float("inf")]) == 0.0
     assert least([None, 3.0, 2.0]) == 2.0
     assert least([None]) is None
+
+
+def test_held_out_samples_with_outputs_of_zeros_judge_nothing(work):  # noqa: F811
+    text = "g (float[n, 4] x) => (float[n, 3] y) { a = Gemm (x, w0, b0) r = Relu (a) c = MatMul (r, w1) y = Relu (c) }"
+    rng = np.random.default_rng(0)
+    weights = {"w0": np.eye(4), "b0": np.full(4, -0.5), "w1": abs(rng.standard_normal((4, 3)))}
+    net = model(text, **{name: array.astype(np.float32) for name, array in weights.items()})
+    samples, fresh = (1 + abs(rng.standard_normal((count, 4), np.float32)) for count in (8, 100))
+    samples[[1, 2, 4, 7]] *= -1
+    plain, _ = decibels_of_fresh_samples(work, net, samples, fresh)
+    fields = {"repairs": ["adaround"], "bias_correction": True}
+    repaired, report = decibels_of_fresh_samples(work, net, samples, fresh, **fields)
+    assert repaired == plain
+    (row,) = report.tables["repairs"]
+    assert row["outcome"] == "undone" and "weights rounded anew" in row["measured"]
+    assert sum("hold only zeros on the held-out samples" in note for note in report.notes) == 2
+
+
+def test_the_words_of_a_gain():
+    assert least_gain([20.0, None], [25.0, None]) == -float("inf")
+    assert gain_text("the outputs", 20.0, 25.06).startswith("25.1 dB at the outputs with it, 20.0 dB without")
