@@ -144,9 +144,10 @@ def _from_key(planner: Planner, stage: str) -> Record:
     """The record of a stage with the project's present code and settings, which may outlive all runs that name it."""
     record = _step(planner, stage).record
     if record is None:
+        if not planner.project.sets:
+            raise PipeError(f"stage {stage} has not run yet", hint=f"pipe run {stage}")
         options = as_options(planner.project.sets)
-        how = options and f" with {options}"
-        raise PipeError(f"stage {stage} has not run{how or ' yet'}", hint=f"pipe run {stage} {options}".rstrip())
+        raise PipeError(f"stage {stage} has not run with {options}", hint=f"pipe run {stage} {options}")
     return record
 
 

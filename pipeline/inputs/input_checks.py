@@ -78,7 +78,9 @@ def _text(path: Path, head: bytes) -> StageError:
     kind = "torch.load(f)"
     if str(first).endswith(".safetensors"):
         kind = "safetensors.torch.load_file(f)"
-    files = ", ".join(map(str, [*shards[:4], *["…"] * (len(shards) > 4)]))
+    files = ", ".join(map(str, shards[:4]))
+    if len(shards) > 4:
+        files += ", …"
     return StageError(
         f"an index, which says in which file each tensor lies; they lie in {len(shards)} files: {files}",
         where=path.name,

@@ -127,7 +127,8 @@ def failure(errors: Sequence[Finding]) -> PipeError:
     first = errors[0].error()
     if len(errors) > 1:
         first.what += f" (and {len(errors) - 1} more)"
-        first.hint = f"{first.hint}; " * bool(first.hint) + "`pipe check` shows all"
+        hints = [first.hint, "`pipe check` shows all"]
+        first.hint = "; ".join(filter(None, hints))
     return first
 
 

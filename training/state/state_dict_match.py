@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import StageError
+from layerline.pipeline.outline import dtype_name
 from layerline.training.model import canonical_names
 from layerline.training.model.canonical_names import Named
 from layerline.training.model.tensor_forms import check_dense
@@ -70,7 +71,7 @@ def check(fit: Fit, model: Named) -> None:
         expected = "a finite number"
         if not wrong.any():
             wrong = tensor.isfinite() & ~tensor.to(target.dtype).isfinite()
-            expected = f"a number that {_type(target)} can hold"
+            expected = f"a number that {dtype_name(target)} can hold"
         if wrong.any():
             index = tuple(wrong.nonzero()[0].tolist())
             what = f"{name}{list(index) or ''} is {tensor[index].item()}, expected {expected}"
@@ -172,7 +173,7 @@ def fit(state: State, model: Named, ignore: Sequence[str] = ()) -> Fit:
         if tensor.shape != expected.shape and name not in resizable:
             wrong.append(f"{name} is {tuple(tensor.shape)}, the model has {tuple(expected.shape)}")
         elif tensor.shape == expected.shape and not _convertible(tensor, expected):
-            wrong.append(f"{name} is {_type(tensor)}, the model has {_type(expected)}")
+            wrong.append(f"{name} is {dtype_name(tensor)}, the model has {dtype_name(expected)}")
     # These only count for BatchNorm(momentum=None), and files from before torch 0.4.1 have none.
     counters = {n: t for n, t in target.items() if n not in fitting and n.endswith("num_batches_tracked")}
     fitting |= counters
@@ -215,10 +216,6 @@ def _convertible(tensor: Tensor, target: Tensor) -> bool:
     if target.is_floating_point() or target.is_complex():
         return tensor.is_floating_point() or (target.is_complex() and tensor.is_complex())
     return not tensor.is_complex() and bool((tensor == tensor.to(target.dtype)).all())
-
-
-def _type(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _completed(fits: Sequence[Fit], online: Fit | None, model: Named) -> list[Fit]:
