@@ -337,8 +337,8 @@ def why(shared: Shared, run_id: opt.RunId = None, try_it: opt.Try = False, repro
     Evaluates what each stage of the newest run left, or of the run given with --run. --try runs the stages again with
     the advised --set; pipe.yaml stays as it is.
     """
-    from layerline.pipeline.accuracy import why as reasons
     from layerline.pipeline.commands.debug import refuse_used
+    from layerline.pipeline.diagnosis import why as reasons
     from layerline.views import json_output, terminal
 
     project = shared.project

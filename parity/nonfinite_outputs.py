@@ -15,7 +15,7 @@ from layerline.calib.samples import Batch
 from layerline.compare.value_pairs import computed_values
 from layerline.graph.io import module_identity, onnx_files
 from layerline.graph.quantization import convert
-from layerline.pipeline.accuracy.evidence import NonFinite
+from layerline.pipeline.diagnosis.evidence import NonFinite
 from layerline.pipeline.errors import PipeError
 from layerline.pipeline.inputs.batches import leaves
 

@@ -17,8 +17,8 @@ from layerline.graph.quantization import convert
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.parity import evaluate, nonfinite_outputs
 from layerline.parity.paired_metric import Interval, intervals
-from layerline.pipeline.accuracy.evidence import NonFinite
 from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric, usual
+from layerline.pipeline.diagnosis.evidence import NonFinite
 from layerline.pipeline.errors import PipeError, TaskError
 from layerline.pipeline.inputs.metric import Metric, accuracy, score
 from layerline.pipeline.report import Scalar

@@ -43,7 +43,7 @@ KNOWS = {
 ROOMS = {
     "pipeline": ("errors", "nearest", "reasons", "untrusted", "outline", "folders", "files", "hashing", "process_env",
                  "report", "task", "inspection", "stage", "stage_table",
-                 "inputs", "keys", "config", "init", "records", "run", "commands", "accuracy"),
+                 "inputs", "keys", "config", "init", "records", "run", "commands", "diagnosis"),
     "training": ("randomness", "config", "model", "optimizers", "data", "loop", "diagnostics", "distributed", "state",
                  "setup", "run"),
 }  # fmt: skip

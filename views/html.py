@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layerline.pipeline.accuracy import why
-from layerline.pipeline.accuracy.causes import Cause
 from layerline.pipeline.commands import lookup
 from layerline.pipeline.commands.lookup import Log, PastRun
 from layerline.pipeline.commands.settings import changed, settings, versions
 from layerline.pipeline.config.project import as_options
+from layerline.pipeline.diagnosis import why
+from layerline.pipeline.diagnosis.causes import Cause
 from layerline.pipeline.reasons import UNSET
 from layerline.pipeline.records.ledger import Record, Run
 from layerline.pipeline.report import CHANNELS, CONVERGENCE, FLIPPED, HISTOGRAMS, Gate, Report, Scalar

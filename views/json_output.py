@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from layerline.pipeline.accuracy.why import Trial
 from layerline.pipeline.commands.housekeeping import Garbage, Problem
 from layerline.pipeline.commands.lookup import Beside
 from layerline.pipeline.commands.settings import changed, settings
+from layerline.pipeline.diagnosis.why import Trial
 from layerline.pipeline.errors import PipeError, failure_fields
 from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.reasons import awaited, changes

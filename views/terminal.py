@@ -21,10 +21,10 @@ from rich.table import Column as RichColumn
 from rich.table import Table
 from rich.text import Text
 
-from layerline.pipeline.accuracy.why import TABLES, Trial
 from layerline.pipeline.commands.housekeeping import Garbage, Problem, counted
 from layerline.pipeline.commands.lookup import Beside
 from layerline.pipeline.config.project import as_options
+from layerline.pipeline.diagnosis.why import TABLES, Trial
 from layerline.pipeline.errors import StageError, located
 from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.reasons import as_written, awaited, changes, label

@@ -11,7 +11,7 @@ from layerline.graph.quantization import convert, qdq
 from layerline.graph.quantization.convert import Converted
 from layerline.graph.quantization.qdq_placement import Rules, place
 from layerline.parity.plan_rounding import own_errors
-from layerline.pipeline.accuracy.quantize_causes import UNEXPLAINED_DB
+from layerline.pipeline.diagnosis.quantize_causes import UNEXPLAINED_DB
 from layerline.pipeline.report import OWN
 from tests.graph.test_qdq import model
 from tests.graph.test_range_choice import setup

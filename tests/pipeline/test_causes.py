@@ -8,9 +8,9 @@ from importlib import metadata
 
 import pytest
 
-from layerline.pipeline.accuracy import causes, quantize_causes, why
-from layerline.pipeline.accuracy.causes import Evidence
-from layerline.pipeline.accuracy.evidence import NonFinite
+from layerline.pipeline.diagnosis import causes, quantize_causes, why
+from layerline.pipeline.diagnosis.causes import Evidence
+from layerline.pipeline.diagnosis.evidence import NonFinite
 from layerline.pipeline.errors import Unavailable
 from layerline.pipeline.report import Gate, LayerDiff, Report
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerline.pipeline.accuracy.causes import Evidence
-from layerline.pipeline.accuracy.quantize_causes import sensitive_layers
+from layerline.pipeline.diagnosis.causes import Evidence
+from layerline.pipeline.diagnosis.quantize_causes import sensitive_layers
 from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.report import CHANNELS, CONVERGENCE, FLIPPED, HISTOGRAMS, Gate, Report
 from layerline.pipeline.untrusted import printable

@@ -12,10 +12,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from layerline.pipeline.accuracy.causes import PARITY, RULES, Cause, Evidence, Rule, rules
 from layerline.pipeline.commands import lookup
 from layerline.pipeline.commands.debug import debug
 from layerline.pipeline.config.project import Project, load
+from layerline.pipeline.diagnosis.causes import PARITY, RULES, Cause, Evidence, Rule, rules
 from layerline.pipeline.errors import ConfigError, located
 from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.report import GAIN, OWN, LayerDiff, Report, Scalar

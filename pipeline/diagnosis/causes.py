@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from importlib import metadata
 from statistics import fmean, median
 
-from layerline.pipeline.accuracy import quantize_causes
-from layerline.pipeline.accuracy.evidence import Cause, Evidence, NonFinite, Rule, format_setting, of_lost
 from layerline.pipeline.config.quantize_fields import HALF_TYPES
+from layerline.pipeline.diagnosis import quantize_causes
+from layerline.pipeline.diagnosis.evidence import Cause, Evidence, NonFinite, Rule, format_setting, of_lost
 from layerline.pipeline.errors import Unavailable, brief
 from layerline.pipeline.report import Gate, LayerDiff, Report
 

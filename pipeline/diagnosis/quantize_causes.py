@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from statistics import fmean
 
-from layerline.pipeline.accuracy.evidence import Cause, Evidence, Rule, finite, format_setting, of_lost
+from layerline.pipeline.diagnosis.evidence import Cause, Evidence, Rule, finite, format_setting, of_lost
 from layerline.pipeline.report import CLIPPED as BEYOND
 from layerline.pipeline.report import GAIN, OWN, ROUNDING, LayerDiff, Report, Scalar
 
