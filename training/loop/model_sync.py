@@ -49,8 +49,10 @@ def refresh(lane: LaneState, *, warn: bool = True) -> None:
         trained = set(map(id, lane.params))
         new = [name for name, p in lane.named.params.items() if p.requires_grad and id(p) not in trained]
         if new:
-            text = f"nobody trains {', '.join(new[:3])}, of {len(new)} in all that require a gradient: call join()"
-            lane.monitor.warn("strangers", text)
+            text = f"these require a gradient and are not trained: {', '.join(new[:3])}"
+            if len(new) > 3:
+                text += f" and {len(new) - 3} more"
+            lane.monitor.warn("strangers", f"{text}; call join()")
     take_over(lane)
 
 
