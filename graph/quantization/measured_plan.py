@@ -81,7 +81,7 @@ def tuned(
             continue
         # The worse part of the samples decides: rare large numbers, which a range may cut off, are in one alone.
         other_db = least(trials.decibels(qdq.apply(model, other)))
-        if other_db is not None and other_db >= best_db:
+        if other_db is not None and other_db >= best_db and other_db > auto_db:
             best_plan, best_db = other, other_db
             figures = f"{other_db:.1f} dB at {trials.place}, {auto_db:.1f} dB with each chosen by itself"
             notes = (*floated, f"auto took {single} for all ranges: {figures}")
@@ -193,16 +193,16 @@ class OutputReference:
     def _decibels(self, name: str, outputs: Sequence[Mapping[str, Array]]) -> float | None:
         """SQNR of one output in dB; None where it holds no numbers, or only zeros.
 
-        An element that is NaN or Inf on one side only makes it -inf: such a plan must not look better than another.
+        Elements that are NaN or Inf in the reference say nothing of a plan and are left out. One that is so in the
+        other model alone makes it -inf: such a plan must not look better than another.
         """
         signals, errors = [np.zeros(0)], [np.zeros(0)]
         for exact, other in zip(self.exact, outputs, strict=True):
             a, b = np.atleast_1d(exact[name]), np.atleast_1d(other[name])
             if a.dtype.kind not in "fiu" or a.shape != b.shape:
                 return None
-            usable = np.isfinite(a) & np.isfinite(b)
-            same = (a == b) | (np.isnan(a) & np.isnan(b))
-            if not (usable | same).all():
+            usable = np.isfinite(a)
+            if not np.isfinite(b[usable]).all():
                 return -math.inf
             wide = np.where(usable, a, 0).astype(np.float64)
             inner_axes = tuple(range(1, a.ndim))
