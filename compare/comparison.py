@@ -21,6 +21,8 @@ from layerline.pipeline.errors import StageError
 
 # Bytes of inner values that one run hands over to numpy; more of them take further runs.
 HANDED_OVER = 256 << 20
+# A value whose size is not known yet is taken to have this part of them.
+_UNKNOWN = 32
 
 
 class Comparison:
@@ -57,6 +59,8 @@ class Comparison:
         self.sizes_differ: Mapping[str, str] = {}
         # The pairs that each run measures.
         self._runs: list[set[int]] = [set(range(len(self.pairs)))]
+        # Bytes of each pair, on both sides, as the first feed has them.
+        self._bytes: dict[str, int] = {}
 
     def allow_sizes(self) -> None:
         """Lets values whose size depends on numbers differ in it. Both sides are handed over as they are."""
@@ -160,18 +164,53 @@ class Comparison:
         return distances
 
     def _by_hand(self, feed: Feed) -> list[tuple[Distance, Distance]]:
-        """The distances from two sessions; holds all values of the feed, those of both models, at once."""
-        a = self._side("a", self.reference, [p.a for p in self.pairs], feed)
-        b = self._side("b", self.candidate, [p.b for p in self.pairs], feed)
-        cumulative = [diff_arrays(*resolved(p.pointer, a, (a[p.a], b[p.b]))) for p in self.pairs]
+        """The distances from two sessions, of as many pairs at a time as may be handed over."""
+        if self.isolated:
+            # What layers read that are measured alone has to be there at once.
+            return self._handed_over("", self.pairs, feed)
+        parts = self._parts()
+        distances: list[tuple[Distance, Distance]] = []
+        for number, part in enumerate(parts):
+            distances += self._handed_over(str(number), part, feed)
+        if not self._bytes:
+            for pair, (total, _) in zip(self.pairs, distances, strict=True):
+                self._bytes[pair.a] = 8 * (total.count + total.masked + total.nonfinite_a)
+            # From here on the sizes are known.
+            if self._parts() != parts:
+                self._sessions.clear()
+        return distances
+
+    def _parts(self) -> list[list[Pair]]:
+        """The pairs in order, in parts that may be handed over together; four bytes an element, on two sides."""
+        parts: list[list[Pair]] = [[]]
+        room = HANDED_OVER
+        for pair in self.pairs:
+            size = HANDED_OVER // _UNKNOWN
+            if pair.size is not None:
+                size = 8 * pair.size
+            size = self._bytes.get(pair.a, size)
+            if parts[-1] and size > room:
+                parts.append([])
+                room = HANDED_OVER
+            parts[-1].append(pair)
+            room -= size
+        return parts
+
+    def _handed_over(self, part: str, pairs: list[Pair], feed: Feed) -> list[tuple[Distance, Distance]]:
+        """The distances of some pairs from two sessions, which are opened once for each part."""
+        # An index is measured on the data that it points at.
+        data = [pair.pointer.data for pair in pairs if pair.pointer is not None]
+        a = self._side(f"a{part}", self.reference, [*(pair.a for pair in pairs), *data], feed)
+        b = self._side(f"b{part}", self.candidate, [pair.b for pair in pairs], feed)
+        cumulative = [diff_arrays(*resolved(p.pointer, a, (a[p.a], b[p.b]))) for p in pairs]
         # Isolated layers take values of the reference, which must have the shapes of the candidate.
         alone = [Distance(mismatch="not run")] * len(cumulative)
-        differing = [p.a for p, d in zip(self.pairs, cumulative, strict=True) if d.mismatch]
+        differing = [p.a for p, d in zip(pairs, cumulative, strict=True) if d.mismatch]
         if self.isolated and self.sizes_differ.keys() >= set(differing):
             inputs = dict(feed)
-            inputs.update({f"a//{p.a}": a[p.a] for p in self.pairs if p.dtype_a and p.dtype_b})
-            isolated = self._side("isolated", isolated_model(self.candidate, self.pairs), [], inputs)
-            for i, pair in enumerate(self.pairs):
+            inputs.update({f"a//{p.a}": a[p.a] for p in pairs if p.dtype_a and p.dtype_b})
+            isolated = self._side("isolated", isolated_model(self.candidate, pairs), [], inputs)
+            for i, pair in enumerate(pairs):
                 alone[i] = Distance()
                 if pair.pointer is None:
                     alone[i] = diff_arrays(a[pair.a], isolated.get(ISOLATED + pair.b, b[pair.b]))
@@ -179,8 +218,6 @@ class Comparison:
 
     def _side(self, key: str, model: ir.Model, taps: list[str], feed: Feed) -> dict[str, Array]:
         if key not in self._sessions:
-            if key == "a":
-                taps += [p.pointer.data for p in self.pairs if p.pointer]
             self._sessions[key] = self.runtime.open(model, list(dict.fromkeys(taps)))
         session = self._sessions[key]
         # The candidate may take only some of the reference's inputs; any other name is a mistake, and is reported.

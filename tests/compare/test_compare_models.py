@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
+from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
+from layerline.compare import comparison
 from layerline.compare.compare_models import compare
 from layerline.compare.tensor_distance import diff_arrays
 from layerline.compare.value_pairs import why_two_sessions
@@ -68,6 +72,30 @@ def test_rows_follow_the_reference_and_carry_its_shapes_and_types() -> None:
         ("y", "Relu", ("n", 4), "float32"),
     ]
     assert all(r.max_abs == 0 and r.sqnr_db == math.inf and r.cosine == 1.0 for r in rows)
+
+
+def test_two_sessions_hand_over_few_values_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six values of 12 elements are 96 bytes each on two sides; an index comes with the data that it points at."""
+    text = """g (float[n, 3] x) => (float[n, 4] y) {
+      h = MatMul (x, w) a = Relu (h) b = Abs (a) c = Neg (b) i = ArgMax <axis = 1> (b) y = Exp (c) }"""
+    reference, candidate = model(text, w=W), model(text, opset=18, w=W * np.float32(1.01))
+    data = [{"x": np.random.default_rng(n).standard_normal((3, 3)).astype(np.float32)} for n in range(2)]
+    whole = compare(as_ir(reference), as_ir(candidate), data)
+    taps: list[list[str]] = []
+    opened = OnnxRuntime.open
+
+    def counting(runtime: OnnxRuntime, source: Any, names: Sequence[str] = ()) -> OrtSession:
+        taps.append(list(names))
+        return opened(runtime, source, names)
+
+    monkeypatch.setattr(OnnxRuntime, "open", counting)
+    monkeypatch.setattr(comparison, "HANDED_OVER", 200)
+    assert compare(as_ir(reference), as_ir(candidate), data) == whole
+    by_hand = [names for names in taps if names]
+    # After two for the types. While the sizes are unknown all fit; then two of 96 bytes, or one and a smaller index.
+    assert [len(names) for names in by_hand[:4]] == [6, 6, 6, 6] and by_hand[4:] == [
+        ["h", "a"], ["h", "a"], ["b", "c"], ["b", "c"], ["i", "y", "b"], ["i", "y"],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("isolated", [False, True])
