@@ -129,7 +129,7 @@ def tune(shared: Shared, max_drop: opt.MaxDrop = None) -> None:
 def _run(shared: Shared, stages: Sequence[str], *, force: bool = False, tables: Sequence[str] = ()) -> NoReturn:
     """Runs stages, shows these tables of the last one's report, and exits."""
     from layerline.pipeline.commands import lookup
-    from layerline.views import json_output, screen, terminal
+    from layerline.views import json_output, report_output, screen, terminal
     from layerline.views.journal import watched_run
 
     project = shared.project
@@ -150,7 +150,7 @@ def _run(shared: Shared, stages: Sequence[str], *, force: bool = False, tables: 
     if shared.as_json and not rank:
         print_json(json_output.run(done, report))
     elif report is not None and not silent:
-        terminal.report_tables(screen.console(), report, tables)
+        report_output.report_tables(screen.console(), report, tables)
     for result in done.results:
         if result.error is not None:
             screen.error(result.error)
@@ -198,7 +198,7 @@ def resume(shared: Shared, prove: opt.Prove = False, steps: opt.Steps = None) ->
 
 def _prove_resume(shared: Shared, steps: int) -> None:
     from layerline.pipeline.commands import resume as resuming
-    from layerline.views import json_output, terminal
+    from layerline.views import json_output, report_output
 
     project, stage, message = resuming.to_prove(shared.project)
     if message:
@@ -210,7 +210,7 @@ def _prove_resume(shared: Shared, steps: int) -> None:
     if not proof.passed:
         failure = proof.failure()
     if failure is None or shared.as_json:
-        shared.show(json_output.proof(stage.name, proof, failure), lambda out: terminal.findings(out, proof))
+        shared.show(json_output.proof(stage.name, proof, failure), lambda out: report_output.findings(out, proof))
     _end(failure)
 
 
@@ -277,7 +277,7 @@ def diff(
     from layerline.pipeline.commands import diff_on, lookup
     from layerline.pipeline.commands.debug import refuse_used
     from layerline.pipeline.report import CHANNELS
-    from layerline.views import json_output, screen, selection, tables, terminal
+    from layerline.views import json_output, report_output, screen, selection, tables, terminal
 
     options = {"run": run_id, "set": shared.sets, "json": shared.as_json, "csv": as_csv, "data": data, "on": on}
     # Each kind of comparison takes some of the options, and refuses the others by name.
@@ -322,9 +322,9 @@ def diff(
     else:
         document = json_output.diff(report.stage, report, beside, order, top, failing, failure)
         if by_channel:
-            shared.show(document, lambda out: terminal.report_tables(out, report, (CHANNELS,)))
+            shared.show(document, lambda out: report_output.report_tables(out, report, (CHANNELS,)))
         else:
-            shared.show(document, lambda out: terminal.diff(out, report, top or opt.TOP, order, beside))
+            shared.show(document, lambda out: report_output.diff(out, report, top or opt.TOP, order, beside))
     if repro is not None and not silent:
         say(f"wrote {repro}: the smallest model that shows the first value; repro.py runs it")
     _end(failure)
@@ -339,7 +339,7 @@ def why(shared: Shared, run_id: opt.RunId = None, try_it: opt.Try = False, repro
     """
     from layerline.pipeline.commands.debug import refuse_used
     from layerline.pipeline.diagnosis import why as reasons
-    from layerline.views import json_output, terminal
+    from layerline.views import json_output, report_output
 
     project = shared.project
     project.require_task()
@@ -359,7 +359,7 @@ def why(shared: Shared, run_id: opt.RunId = None, try_it: opt.Try = False, repro
     report = explained.report
     shared.show(
         json_output.why(report, failure, repro, shown, trial),
-        lambda out: terminal.why_and_trial(out, report, trial),
+        lambda out: report_output.why_and_trial(out, report, trial),
     )
     if repro is not None and not shared.as_json:
         if shown is not None:
@@ -456,7 +456,7 @@ def plan(shared: Shared, what: opt.Planned = "quantize", beside: opt.PlanDiff = 
 def debug(shared: Shared, stage: opt.Debugged, output: opt.DebugFolder = None) -> None:
     """Find where export or fuse fails, and write a minimal model of it."""
     from layerline.pipeline.commands.debug import debug as find
-    from layerline.views import json_output, screen, terminal
+    from layerline.views import json_output, report_output, screen
 
     # Absolute: hooks run in the folder of the project.
     target = (output or Path(f"debug-{stage}")).resolve()
@@ -467,7 +467,7 @@ def debug(shared: Shared, stage: opt.Debugged, output: opt.DebugFolder = None) -
     elif not report.records:
         say(f"every value of {stage} passes")
     else:
-        terminal.diff(screen.console(), report, 1, "error")
+        report_output.diff(screen.console(), report, 1, "error")
         say(f"wrote {target}: {', '.join(files)}")
 
 

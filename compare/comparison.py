@@ -22,7 +22,7 @@ from layerline.pipeline.errors import StageError
 # Bytes of inner values that one run hands over to numpy; more of them take further runs.
 HANDED_OVER = 256 << 20
 # A value whose size is not known yet is taken to have this part of them.
-_UNKNOWN = 32
+_UNKNOWN = 128
 
 
 class Comparison:
@@ -167,11 +167,14 @@ class Comparison:
         """The distances from two sessions, of as many pairs at a time as may be handed over."""
         if self.isolated:
             # What layers read that are measured alone has to be there at once.
-            return self._handed_over("", self.pairs, feed)
+            return self._handed_over(self.pairs, feed)
         parts = self._parts()
         distances: list[tuple[Distance, Distance]] = []
-        for number, part in enumerate(parts):
-            distances += self._handed_over(str(number), part, feed)
+        for part in parts:
+            # A session gives what one part needs, and keeps the memory that a run took.
+            if len(parts) > 1:
+                self._sessions.clear()
+            distances += self._handed_over(part, feed)
         if not self._bytes:
             for pair, (total, _) in zip(self.pairs, distances, strict=True):
                 self._bytes[pair.a] = 8 * (total.count + total.masked + total.nonfinite_a)
@@ -196,12 +199,12 @@ class Comparison:
             room -= size
         return parts
 
-    def _handed_over(self, part: str, pairs: list[Pair], feed: Feed) -> list[tuple[Distance, Distance]]:
-        """The distances of some pairs from two sessions, which are opened once for each part."""
+    def _handed_over(self, pairs: list[Pair], feed: Feed) -> list[tuple[Distance, Distance]]:
+        """The distances of some pairs from two sessions."""
         # An index is measured on the data that it points at.
         data = [pair.pointer.data for pair in pairs if pair.pointer is not None]
-        a = self._side(f"a{part}", self.reference, [*(pair.a for pair in pairs), *data], feed)
-        b = self._side(f"b{part}", self.candidate, [pair.b for pair in pairs], feed)
+        a = self._side("a", self.reference, [*(pair.a for pair in pairs), *data], feed)
+        b = self._side("b", self.candidate, [pair.b for pair in pairs], feed)
         cumulative = [diff_arrays(*resolved(p.pointer, a, (a[p.a], b[p.b]))) for p in pairs]
         # Isolated layers take values of the reference, which must have the shapes of the candidate.
         alone = [Distance(mismatch="not run")] * len(cumulative)

@@ -50,6 +50,21 @@ def words(value: str, style: str = "") -> Text:
     return Text(printable(value, keep="\n"), style)
 
 
+def dim(out: Console, text: str) -> None:
+    """Prints a remark."""
+    out.print(words(text, "dim"), soft_wrap=True)
+
+
+def hanging(out: Console, head: Text, body: Text) -> None:
+    """Prints a paragraph whose further lines are indented to where its first words begin."""
+    indent = head.cell_len
+    first: Text | str = head
+    for line in body.wrap(out, max(out.width - indent, 20)):
+        line.rstrip()
+        out.print(Text.assemble(first, line), soft_wrap=True)
+        first = " " * indent
+
+
 def error(problem: PipeError) -> None:
     """Prints an error on standard error: where it is, what failed, and what to do."""
     out = Screen(stderr=True, soft_wrap=True)

@@ -1,8 +1,10 @@
-"""Terminal output: a line for each stage, a progress bar while it works, and tables that rich lays out."""
+"""Terminal output: a line for each stage, a progress bar while it works, and tables that rich lays out.
+
+`report_output.py` prints reports.
+"""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -22,34 +24,20 @@ from rich.table import Table
 from rich.text import Text
 
 from layerline.pipeline.commands.housekeeping import Garbage, Problem, counted
-from layerline.pipeline.commands.lookup import Beside
 from layerline.pipeline.config.project import as_options
-from layerline.pipeline.diagnosis.why import TABLES, Trial
 from layerline.pipeline.errors import StageError, located
 from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.reasons import as_written, awaited, changes, label
-from layerline.pipeline.report import Order, Report, Scalar
 from layerline.pipeline.run.check import Checked
 from layerline.pipeline.run.outcome import Outcome, Result
 from layerline.pipeline.run.plan import Step, shown
 from layerline.pipeline.stage import Stage
 from layerline.pipeline.untrusted import printable
 from layerline.views import formatting, lines
-from layerline.views.exit_codes import say
-from layerline.views.formatting import amount, count, heading, outcome
-from layerline.views.screen import cleaned, console, words
-from layerline.views.tables import PAGE_ONLY, Column, TableView, filled, free_table, records_table
+from layerline.views.formatting import count, heading, outcome
+from layerline.views.screen import console, hanging, words
+from layerline.views.tables import PAGE_ONLY, Column, TableView, filled
 
-ORDERS: Mapping[Order, str] = {
-    "own": "the lowest own dB first",
-    "error": "the lowest SQNR first",
-    "sqnr": "the lowest SQNR first",
-    "effect": "the lowest outputs dB first",
-    "gain": "the greatest gain first",
-    "clipped": "the greatest clipped share first",
-    "network": "in the network's order",
-}
-ROWS = 20  # of a table, after `pipe tune`
 FIGURES = 2  # of a stage, in the list of runs
 SETTINGS = 6  # of a run there
 _GAP = 2  # columns between two cells
@@ -76,7 +64,7 @@ class Live:
         self._task: TaskID | None = None
 
     def say(self, text: str) -> None:
-        _hanging(self._out, Text("  "), words(text, "dim"))
+        hanging(self._out, Text("  "), words(text, "dim"))
 
     def started(self, stage: Stage, reason: str) -> None:
         if not self._out.is_terminal:
@@ -102,7 +90,7 @@ class Live:
 
     def finished(self, result: Result) -> None:
         self.close()
-        _hanging(self._out, *lines.stage_line(result, self._width))
+        hanging(self._out, *lines.stage_line(result, self._width))
 
     def close(self) -> None:
         """Removes the bar, also after an interrupt."""
@@ -222,7 +210,7 @@ def explain(out: Console, step: Step, old: Mapping[str, str] | None, prints: Map
     """Prints each part of a stage's key, same or changed, with old and new value, and what its hooks reach."""
     key = step.key[:12] if step.key else "not known yet"
     summary = Text.assemble(words(f"{step.reason}  "), (f"key {key}", "dim"))
-    _hanging(out, Text(f"{step.stage.name}  ", "bold"), summary)
+    hanging(out, Text(f"{step.stage.name}  ", "bold"), summary)
     out.print(_parts(step, old))
     for hook, fingerprint in prints.items():
         names = [*fingerprint.whole, *fingerprint.reached]
@@ -232,9 +220,9 @@ def explain(out: Console, step: Step, old: Mapping[str, str] | None, prints: Map
         reached = Text("is not defined in the task", "dim")
         if names:
             reached = Text.assemble(("reaches ", "dim"), words(", ".join(names)))
-        _hanging(out, Text(f"{hook}() ", "dim"), reached)
+        hanging(out, Text(f"{hook}() ", "dim"), reached)
     for note in step.notes:
-        _hanging(out, Text("note ", "yellow"), words(note))
+        hanging(out, Text("note ", "yellow"), words(note))
 
 
 def _parts(step: Step, old: Mapping[str, str] | None) -> Table:
@@ -266,91 +254,6 @@ def _parts(step: Step, old: Mapping[str, str] | None) -> Table:
             cells = [Text(), Text(printable(formatting.short(texts[1])), no_wrap=True, overflow="ellipsis")]
         drawn.add_row(words(label(name)), Text(state, style, no_wrap=True), *cells)
     return drawn
-
-
-def diff(out: Console, report: Report, top: int, order: Order, beside: Beside | None = None) -> None:
-    """Prints the per-layer table in an order; with `beside`, another run's figures and what changed since then."""
-    report, beside = cleaned(report), cleaned(beside)
-    sides = ""
-    if report.reference or report.candidate:
-        # Reports of engines that were not run have no sides.
-        sides = f"{report.reference} against {report.candidate}"
-    if beside:
-        sides += f"; then: run {beside.run.id}"
-    title = f"{report.stage}  "
-    if report.stage == f"{report.reference} {report.candidate}":
-        title = ""  # two stages: the sides name both
-    _hanging(out, Text(title, "bold"), Text(sides))
-    # Values are joined by name: a layer that is new in this run has no figure from then.
-    earlier = None
-    if beside:
-        earlier = {record.name: record for record in beside.report.records}
-        changed = "; ".join(beside.changed) or "nothing that is on record"
-        _hanging(out, Text("changed since then  ", "dim"), Text(changed))
-    if report.records:
-        hidden = table(out, records_table(report.records, order, earlier, top))
-        if hidden:
-            _dim(out, f"{count(hidden, 'column')} hidden; widen the terminal or use --json")
-    if len(report.records) > top:
-        _dim(out, f"{top} of {len(report.records)} values, {ORDERS[order]}; --top N shows more")
-    findings(out, report, beside.report if beside else None)
-
-
-def report_tables(out: Console, report: Report, names: Sequence[str]) -> None:
-    """Prints these tables of a report, those without rows left out, then its gates, figures and notes."""
-    report = cleaned(report)
-    tables = {name: report.tables.get(name, ()) for name in names}
-    # A table of changes in which nothing changed, such as that of the slices, says nothing.
-    for name, rows in tables.items():
-        if any(row.get("change", True) for row in rows):
-            _tables(out, {name: rows}, ROWS)
-    findings(out, report)
-
-
-def _tables(out: Console, tables: Mapping[str, Sequence[Mapping[str, Scalar]]], top: int | None = None) -> None:
-    for name, rows in tables.items():
-        if rows:
-            out.print(words(name, "bold"))
-            table(out, free_table(rows[:top]))
-        if top is not None and len(rows) > top:
-            _dim(out, f"{top} of {len(rows)} rows; --json and the page of `pipe report` have all")
-
-
-def why(out: Console, report: Report, names: Sequence[str]) -> None:
-    """Prints these tables of `pipe why`, the causes as a numbered list behind the others, and the verdict last."""
-    report = cleaned(report)
-    shown_tables = {name: report.tables.get(name, ()) for name in names}
-    causes = shown_tables.pop("causes", ())
-    _tables(out, shown_tables)
-    if causes:
-        out.print(words("causes, the likeliest first", "bold"))
-    for number, cause in enumerate(causes, 1):
-        # The value is named where it is not the layer itself.
-        place = f"  {cause['stage']}  {cause['layer']}"
-        if cause["value"] not in ("", cause["layer"]):
-            place += f" ({cause['value']})"
-        head = Text(f"{number:2}  ")
-        _hanging(out, head, Text.assemble(words(str(cause["cause"]), "yellow"), words(place.rstrip())))
-        _hanging(out, Text(" " * head.cell_len), words(str(cause["evidence"])))
-        advice = str(cause["advice"])
-        if cause["setting"]:
-            advice += f": --set {shlex.quote(str(cause['setting']))}"
-        _hanging(out, Text(" " * head.cell_len), words(advice, "dim"))
-    out.print(words("verdict", "bold"))
-    for note in report.notes:
-        _hanging(out, Text("  "), words(note))
-
-
-def why_and_trial(out: Console, report: Report, trial: Trial | None) -> None:
-    """Prints `pipe why`, and what `--try` changed."""
-    why(out, report, TABLES)
-    if trial is None:
-        return
-    if trial.report is None:
-        say(f"nothing to try: {trial.reason}")
-    else:
-        say(f"with --set {shlex.quote(trial.setting)}:")
-        why(out, trial.report, TABLES[:1])
 
 
 def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -387,26 +290,7 @@ def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
                 facts["figures"].append(f"{stage}: {', '.join(figures)}")
         for name, items in facts.items():
             if any(items):
-                _hanging(out, Text(f"  {name:8}  ", "dim"), words("; ".join(items)))
-
-
-def findings(out: Console, report: Report, then: Report | None = None) -> None:
-    """Prints a report's gates, figures and notes; with `then`, the figures of another run beside."""
-    for gate in report.gates:
-        mark = Text("✓ ", "green")
-        if not gate.passed:
-            mark = Text("✗ ", "red")
-        _hanging(out, mark, words(f"{gate.name}: {gate.seen}, expected {gate.expected}"))
-    if then is not None:
-        # Figures that only one of the runs has are shown beside an empty cell.
-        names = {**report.metrics, **then.metrics}
-        rows = [[heading(n), amount(n, report.metrics.get(n)), amount(n, then.metrics.get(n))] for n in names]
-        table(out, TableView("", (Column("figure"), Column("now"), Column("then")), rows))
-    elif report.metrics:
-        figures = [f"{heading(name)} {amount(name, value)}" for name, value in report.metrics.items()]
-        _hanging(out, Text(), words("  ".join(figures), "dim"))
-    for note in report.notes:
-        _hanging(out, Text("note ", "yellow"), words(note))
+                hanging(out, Text(f"  {name:8}  ", "dim"), words("; ".join(items)))
 
 
 def damage(checked: int, problems: Sequence[Problem]) -> StageError | None:
@@ -442,17 +326,3 @@ def collected(garbage: Sequence[Garbage] | None, *, dry_run: bool, verbose: bool
             yield f"{verb} {item.path}"
     megabytes = sum(item.size for item in garbage) / 1e6
     yield f"{verb} {', '.join(counted(garbage))}, {megabytes:.1f} MB"
-
-
-def _dim(out: Console, text: str) -> None:
-    out.print(words(text, "dim"), soft_wrap=True)
-
-
-def _hanging(out: Console, head: Text, body: Text) -> None:
-    """Prints a paragraph whose further lines are indented to where its first words begin."""
-    indent = head.cell_len
-    first: Text | str = head
-    for line in body.wrap(out, max(out.width - indent, 20)):
-        line.rstrip()
-        out.print(Text.assemble(first, line), soft_wrap=True)
-        first = " " * indent

@@ -14,7 +14,7 @@ from layerline.pipeline.commands.lookup import Beside
 from layerline.pipeline.errors import PipeError
 from layerline.pipeline.report import Gate, Report
 from layerline.pipeline.run.outcome import Result
-from layerline.views import screen, terminal
+from layerline.views import report_output, screen, terminal
 from layerline.views.html import page
 from tests.views.samples import diff, record, run_of
 
@@ -63,7 +63,7 @@ def test_every_kind_of_output_is_plain(show: str) -> None:
 def test_the_table_of_a_report_keeps_its_columns() -> None:
     file = io.StringIO()
     beside = Beside(run_of({"quantize": odd_report()}), odd_report(), (ODD,))
-    terminal.diff(screen.Screen(file=file, width=1000), odd_report(), 9, "error", beside)
+    report_output.diff(screen.Screen(file=file, width=1000), odd_report(), 9, "error", beside)
     text = file.getvalue()
     lines = text.splitlines()
     assert is_plain(text) and SHOWN in text

@@ -16,7 +16,7 @@ from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.report import LayerDiff, Report
 from layerline.pipeline.run.plan import Step
-from layerline.views import json_output, screen, terminal
+from layerline.views import json_output, report_output, screen, terminal
 from layerline.views.tables import records_table
 from tests.views.samples import diff, record
 
@@ -142,13 +142,13 @@ def test_a_field_is_shown_as_pipe_yaml_has_it() -> None:
 
 def test_a_table_of_changes_without_a_change_is_left_out() -> None:
     tables = {"search": [{"layer": "a"}], "slices": [{"slice": 0, "change": 0.0}, {"slice": 1, "change": 0.0}]}
-    assert lines(60, terminal.report_tables, Report(stage="quantize", tables=tables), tuple(tables)) == [
+    assert lines(60, report_output.report_tables, Report(stage="quantize", tables=tables), tuple(tables)) == [
         "search",
         "layer",
         "a",
     ]
     tables["slices"][0]["change"] = -0.5
-    shown = lines(60, terminal.report_tables, Report(stage="quantize", tables=tables), tuple(tables))
+    shown = lines(60, report_output.report_tables, Report(stage="quantize", tables=tables), tuple(tables))
     assert shown[3:] == ["slices", "slice  change", "    0    -0.5", "    1       0"]
 
 
@@ -167,13 +167,13 @@ def test_the_heading_of_a_comparison_is_wrapped_between_words() -> None:
                     records=(diff("a", db=30.0),))  # fmt: skip
     run = Run("20261129-204222-597146-63", True, (), ())
     beside = Beside(run, report, tuple(f"train: field_{i} 1 -> 2" for i in range(5)))
-    first, second, third, fourth, *_ = lines(80, terminal.diff, report, 5, "error", beside)
+    first, second, third, fourth, *_ = lines(80, report_output.diff, report, 5, "error", beside)
     assert first == "quantize  float onnx on onnxruntime against int8 onnx on onnxruntime; then: run"
     assert second == "          20261129-204222-597146-63"
     assert third.startswith("changed since then  train: field_0 1 -> 2; ") and fourth.startswith(" " * 20 + "1 -> 2; ")
     two = replace(report, stage="fuse quantize", reference="fuse", candidate="quantize")
-    assert lines(80, terminal.diff, two, 5, "error")[0] == "fuse against quantize"
-    nothing = lines(80, terminal.diff, report, 5, "error", Beside(run, report, ()))
+    assert lines(80, report_output.diff, two, 5, "error")[0] == "fuse against quantize"
+    nothing = lines(80, report_output.diff, report, 5, "error", Beside(run, report, ()))
     assert nothing[2] == "changed since then  nothing that is on record"
 
 
@@ -214,7 +214,7 @@ def test_causes_are_a_list_with_evidence_and_change_and_the_verdict_is_last() ->
     }
     rows = {"metric by stage": [{"stage": "quantize", "low_95": -0.5}], "causes": [cause], "worst layers": []}
     report = Report(stage="why", notes=("lost in quantize",), tables=rows)
-    assert lines(60, terminal.why, report, tuple(rows)) == [
+    assert lines(60, report_output.why, report, tuple(rows)) == [
         "metric by stage",
         "stage     95 % low",
         "quantize      -0.5",
@@ -227,7 +227,7 @@ def test_causes_are_a_list_with_evidence_and_change_and_the_verdict_is_last() ->
         "verdict",
         "  lost in quantize",
     ]
-    assert lines(60, terminal.why, report, ("metric by stage",))[3:] == ["verdict", "  lost in quantize"]
+    assert lines(60, report_output.why, report, ("metric by stage",))[3:] == ["verdict", "  lost in quantize"]
 
 
 def test_long_settings_of_the_oldest_run_are_shortened() -> None:
