@@ -229,7 +229,8 @@ def test_random_layers_are_run_again_with_the_same_draws() -> None:
 def test_what_does_not_repeat_is_said_to() -> None:
     once = iter([math.nan])
     found = _look(nn.Sequential(nn.Linear(4, 4), Op(lambda x: x * next(once, 1.0))), torch.randn(2, 4))
-    assert found.origin is None or not found.replayed or found.origin.phase == "loss"
+    assert found.origin is None and found.replayed
+    assert str(found) == "step 1: the loss is nan; run again, the step is finite: it does not repeat"
 
 
 def test_half_precision_overflow_under_autocast() -> None:

@@ -70,6 +70,7 @@ class Pass:
     start: Past  # the buffers and the random state before the pass
     autocast: tuple[str, torch.dtype, bool]  # (device type, dtype, enabled)
     gradients: dict[int, Tensor] = field(default_factory=dict)  # what the loss sent back, by index of the output tensor
+    finite: list[Tensor] = field(default_factory=list)  # of each output tensor, whether it was finite in this pass
 
     @property
     def batch(self) -> int:

@@ -93,6 +93,8 @@ class Recorder:
         self.passes = []  # the hooks below record the second run, too
         for index, recorded in enumerate(passes):
             origin = trace(lane.model, recorded)
+            if origin is not None and origin.phase == "loss" and not all(recorded.finite):
+                return Finding(step, loss, norm)  # it began in the model, whose outputs are finite now
             if origin is not None:
                 return Finding(step, loss, norm, index, origin)
         if sum(bool(recorded.gradients) for recorded in passes) < max(lane.window.micro, len(losses)):
@@ -119,8 +121,9 @@ class Recorder:
     def _after(self, _: Any, out: Any) -> None:
         if not torch.is_grad_enabled() or not self.passes:
             return
-        gradients = self.passes[-1].gradients
+        gradients, finite = self.passes[-1].gradients, self.passes[-1].finite
         for index, tensor in enumerate(output_tensors(out)):
+            finite.append(torch.isfinite(tensor.detach()).all())  # read by `find` alone: a read waits for the device
             tensor.register_hook(lambda g, index=index: gradients.__setitem__(index, g.detach()))  # type: ignore[no-untyped-call]
 
 
