@@ -175,10 +175,10 @@ def _stage(
     layer = layer_of.get(str(worst.get("value")), str(worst.get("layer", "")))
     if set(levels.values()) <= {"", "equal"}:
         layer = ""
-    summary = {**levels, "seconds": f"{record.seconds:.1f}"}
+    overview = {**levels, "seconds": f"{record.seconds:.1f}"}
     if report and report.records:
-        summary["compared"] = str(len(report.records))
-        summary["failed"] = str(sum(not r.passed for r in report.records))
+        overview["compared"] = str(len(report.records))
+        overview["failed"] = str(sum(not r.passed for r in report.records))
     # Figures in DEPLOYED come first, so that the limit never cuts them.
     names = sorted(record.metrics, key=lambda name: name not in DEPLOYED)
     figures = [(name, record.metrics[name]) for name in names if record.metrics[name] is not None]
@@ -188,7 +188,7 @@ def _stage(
     stage: dict[str, Any] = {
         "record": record,
         "report": report,
-        "summary": summary,
+        "summary": overview,
         "worst_layer": layer,
         "figures": figures[:MAIN_METRICS],
         "curves": curves(log),

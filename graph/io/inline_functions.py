@@ -70,7 +70,7 @@ def _means_the_same(node: ir.Node, own_version: int, other_version: int) -> bool
     return takes_inputs and takes_outputs
 
 
-def refuse_endless(model: onnx.ModelProto) -> None:
+def check_functions(model: onnx.ModelProto) -> None:
     """Refuses functions that call themselves, and functions that would be too large to inline.
 
     Nodes are counted without inlining: forty functions that each call the next one twice come to 2^40 nodes.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from layerline.graph.analysis.ir_queries import dim, first_output, name_of
+from layerline.graph.fusion import affine_ops
 from layerline.graph.quantization.targets import WEIGHTED
 from layerline.graph.quantization.weight_sources import weight_of
 
@@ -97,6 +98,6 @@ def _macs(node: ir.Node, elements: Mapping[str, int]) -> float:
         # Each input element meets the weights of its channel.
         inputs = elements.get(name_of(node.inputs[0]) or "", 0)
         return float(inputs * weight.size / weight.shape[0])
-    if node.op_type == "Conv" or (node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1):
+    if affine_ops.outputs_come_first(node):
         return float(outputs * weight.size / max(weight.shape[0], 1))
     return float(outputs * weight.shape[-2])
