@@ -37,7 +37,8 @@ class Output:
 
     sqnr_db: float
     cosine: float
-    differing: str = ""  # of class indices and truth values, what the two figures count: "4 of 200 elements differ"
+    # what the two figures count where they are no distance: "4 of 200 elements differ" of class indices
+    differing: str = ""
 
 
 Outputs = Mapping[str, Output]
@@ -89,7 +90,10 @@ def outputs(reference: ir.Model, measured: ir.Model, feeds: Sequence[Feed]) -> d
         # -inf otherwise: the reference is 0, and no ratio says how far off a result is.
         db = -math.inf if lost else record.sqnr_db
         if db is not None and (lost or db != -math.inf):
-            distances[record.name] = Output(db, 0.0 if record.cosine is None else record.cosine)
+            differing = ""
+            if record.one_sided:
+                differing = f"{record.one_sided} elements are NaN or Inf in one of the two models alone"
+            distances[record.name] = Output(db, 0.0 if record.cosine is None else record.cosine, differing)
     if by_equality:
         distances |= _by_equality(reference, measured, feeds, by_equality)
     return distances

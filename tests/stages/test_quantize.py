@@ -14,7 +14,8 @@ from layerline.calib.plan import QuantPlan
 from layerline.export import probe_files
 from layerline.export.signature import Dim, Signature, Value
 from layerline.graph.io import onnx_files
-from layerline.parity import accuracy_budget
+from layerline.graph.io.ir_convert import as_ir
+from layerline.parity import accuracy_budget, output_sqnr
 from layerline.pipeline.errors import ConfigError, StageError, TaskError
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import CONVERGENCE, HISTOGRAMS, LayerDiff
@@ -783,3 +784,14 @@ def test_check_misses_samples_only_where_ranges_are_needed(work, fields, states)
     look.shared |= {"signature": Signature.load(task.inputs["model"]), "ops": ["Conv", "Relu"]}
     Quantize(**fields).check(look)
     assert [f.state for f in look.findings if f.item == "calib_data()"] == states
+
+
+def test_the_gate_says_that_one_model_alone_has_nan():
+    exact, finite = (
+        as_ir(model(f"g (float[4] x) => (float[4] y) {{ {body} }}")) for body in ("y = Log(x)", "y = Neg(x)")
+    )
+    outputs = output_sqnr.outputs(exact, finite, [{"x": np.float32([1, -1, 2, -2])}])
+    (text,) = output_sqnr.warning(outputs)
+    assert text == "WARNING: output y has -inf dB: 2 elements are NaN or Inf in one of the two models alone"
+    (gate,) = output_sqnr.gates(outputs, output_sqnr.Bounds(10.0))
+    assert not gate.passed and gate.seen == text.removeprefix("WARNING: output ")
