@@ -32,7 +32,7 @@ class Quantize(QuantizeFields):
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 21
+    version: ClassVar[int] = 22
     takes: ClassVar[Mapping[str, str]] = {"model": "fused"}
     gives: ClassVar[str] = "quantized"
     uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric", "show")
@@ -269,6 +269,9 @@ class Quantize(QuantizeFields):
         note = f"calibrated on {converted.ranges.samples} samples"
         if held_out:
             note += f"; choices were not fitted on {held_out} of them, but judged on these"
+        if data.hook() == "eval_data" or not data.evaluated.batches():
+            # The final ranges are those of all samples, held-out ones too.
+            note += "; the outputs are compared on samples that the ranges include, and fresh ones may do worse"
         fewer = converted.ranges.samples < self.samples and not converted.ranges.stopped
         if fewer and "samples" in self.model_fields_set:
             note += f"; {self.samples} were requested, and {data.hook()}() has no more"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx import checker, shape_inference, version_converter
+from onnx import checker, defs, shape_inference, version_converter
 
 from layerline.backends.light import Light, Model, split, weightless
 from layerline.graph.io.ir_convert import as_ir
@@ -32,6 +32,10 @@ def raise_opset(model: Model, to: int) -> ir.Model:
         return model
     if have < OLDEST:
         raise StageError(f"the model is at opset {have}; {OLDEST} is the oldest that can be raised", where="opset")
+    newest = defs.onnx_opset_version()
+    if to > newest:
+        what = f"opset {have} can't be raised to {to}: the installed onnx knows opsets up to {newest}"
+        raise StageError(what, where="opset")
     # onnx's converter works on its own form. To it weights may as well be inputs.
     light = split(model)
     proto = weightless(light)

@@ -211,12 +211,21 @@ class _Float32Choice:
     def _unfit(self, value: ir.Value | None) -> str | None:
         if value is None or value.dtype != ir.DataType.FLOAT:
             return None
-        amax = self.amax.get(value.name or "", 0.0)
+        amax = self._measured(value)
         if amax > self.limits.greatest / 2:
             return f"{value.name} reached {amax:.4g}; {self.type} ends at {self.limits.greatest:.4g}"
         if 0 < amax < self.limits.least:
             return f"{value.name} never exceeded {amax:.4g}, which {self.type} does not resolve"
         return None
+
+    def _measured(self, value: ir.Value) -> float:
+        """Greatest |x| measured; of a value behind Q/DQ, that of the value that was quantised. 0 where none was."""
+        dequantize = value.producer()
+        if dequantize is not None and dequantize.op_type == "DequantizeLinear" and dequantize.inputs[0] is not None:
+            quantize = dequantize.inputs[0].producer()
+            if quantize is not None and quantize.op_type == "QuantizeLinear" and quantize.inputs[0] is not None:
+                value = quantize.inputs[0]
+        return self.amax.get(value.name or "", 0.0)
 
     def _moves_single(self, read: Sequence[ir.Value]) -> bool:
         moved = [v for v in read if v.dtype == ir.DataType.FLOAT and constant(v) is None]

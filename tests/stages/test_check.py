@@ -164,12 +164,6 @@ SLOW = {
     "a dimension of no name": Wrong(
         "engine.profiles", "dynamic dimension 'bach'", yaml="engine: {profiles: [{bach: [1, 2, 4]}]}", old="engine"
     ),
-    "shapes for an input": Wrong(
-        "engine.profiles",
-        "expected an integer",
-        yaml="engine: {profiles: [{x: [[1, 1, 6], [1, 1, 6], [1, 1, 6]]}]}",
-        old="engine",
-    ),
     "a profile where nothing varies": Wrong("engine.profiles", "'batch'", yaml="export: {}", old="export"),
     "opset": Wrong("export.opset", "knows opsets up to", yaml="export: {opset: 99}", old="export"),
     "model gives a class": Wrong("model()", "expected a torch.nn.Module", "def model(): return Net"),

@@ -71,6 +71,12 @@ def test_an_opset_from_the_future_is_told_with_both_numbers(tmp_path: Path) -> N
         imported(tmp_path, given)
 
 
+@pytest.mark.parametrize("opset", [999, 2**63 - 1])
+def test_an_opset_that_onnx_does_not_know_is_no_goal(opset: int, tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=rf"can't be raised to {opset}: .* up to {onnx.defs.onnx_opset_version()}"):
+        imported(tmp_path, conv(17), opset=opset)
+
+
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_softmax_means_what_it_meant(axis: int, tmp_path: Path) -> None:
     """Until opset 12 it flattened what follows its axis."""

@@ -560,6 +560,18 @@ def test_what_overflows_on_the_samples_stays_float32_and_is_listed(work):
     assert report.passed and rows(report)["y"].sqnr_db > 50
 
 
+def test_quantised_values_that_exceed_half_are_dequantised_in_float32(work):
+    body = "h = Relu (x)\n b = Mul (h, k)\n c = Conv (b, w)\n y = Mul (c, i)"
+    net = model(
+        f"g (float[n, 3, 6, 6] x) => (float[n, 3, 6, 6] y) {{ {body} }}",
+        k=np.float32(1e6),
+        i=np.float32(1e-6),
+        w=np.eye(3, dtype=np.float32)[..., None, None],
+    )
+    report = Quantize(rest="fp16").run(work(CALIB, net))
+    assert report.passed and rows(report)["y"].sqnr_db > 30
+
+
 @pytest.mark.parametrize("rest", ["fp16", "bf16"])
 def test_int8_with_the_rest_in_half(work, rest):
     made = work(CALIB + LABELLED)
