@@ -66,12 +66,15 @@ def weight(wanted: Wanted, array: npt.NDArray[Any]) -> QuantValue:
         raise StageError(f"{bad} of {array.size} weights are not finite", where=wanted.name)
     amax = channel_amax(array, wanted.axis)
     scales = scale_of(amax, wanted.dtype)
+    calibrator = "minmax"
     if wanted.block:
+        # The scale of each block is chosen when it is written, by the least squared error.
         scales = scales[:0]
+        calibrator = "mse"
     observed = (0.0, 0.0)
     if array.size:
         observed = (float(array.min()), float(array.max()))
-    return _value(wanted, scales, float(amax.max(initial=0.0)), observed, "minmax")
+    return _value(wanted, scales, float(amax.max(initial=0.0)), observed, calibrator)
 
 
 def _value(

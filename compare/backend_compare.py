@@ -256,7 +256,7 @@ def _measure_inner(
             return nothing, [f"Only the outputs were compared. With inner values: {error}"]
         if not _is_disturbed(whole, measured):
             count = len(measured.distances.keys() & set(inner))
-            note = "Inner values were measured in a second session, which fuses less."
+            note = "Inner values were measured in a second session, which may fuse less."
             if count < len(inner):
                 note += f" {backend.name} gives {count} of {len(inner)}."
             return measured, [note]

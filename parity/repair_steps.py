@@ -69,9 +69,11 @@ def run(
         if stop and verdict.passed:
             break
         repaired, changed = repairer.apply(name, calibrated)
-        row: dict[str, Scalar] = {"repair": name, "outcome": "undone", "measured": "nothing to change"}
+        row: dict[str, Scalar] = {"repair": name, "outcome": "undone", "measured": "no layer that it is for"}
         rows.append(row)
         if not changed:
+            row["outcome"] = "not applied"
+            log(f"{name}: {row['outcome']}; {row['measured']}")
             continue
         new_finished, new_converted = finish(repaired)
         after = trials.decibels(new_converted.measured)

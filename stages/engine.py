@@ -88,7 +88,9 @@ class Engine(Stage):
             for name in look.need("formats"):
                 reason = lacking(self.targets, FORMATS[name].weight)
                 if reason:
-                    raise ConfigError(reason, where="engine.targets", hint=f"quantize uses {name}; change one of both")
+                    raise ConfigError(
+                        reason, where="engine.targets", hint=f"quantize uses {name}; change one of the two"
+                    )
         with look.item("engine.runtime"):
             backend, why = self._choose(())
             look.ok("engine.runtime", f"{backend.name}: {why}")

@@ -209,6 +209,8 @@ class Quantize(QuantizeFields):
         # Compared with the float model that training started from.
         after = dataclasses.replace(after, reference=before.reference, trained=after.reference)
         note = training.lost(start, conversion.judge(after), self.training)
+        if note:
+            work.log.say(note)
         models[outcome.QAT] = after
         measured = {name: conversion.evaluation.measure(converted) for name, converted in models.items()}
         models = {name: rescaled_names.apply(converted) for name, converted in models.items()}

@@ -131,7 +131,7 @@ class QuantizeFields(Stage):
             "try_fp8": (searched == ("int8", "tensorrt", True), "search: true, mode: int8 and target: tensorrt"),
         }[str(info.field_name)]
         if value and not fits:
-            raise ValueError(f"expected {needed} with it")
+            raise ValueError(f"expected {needed} with it; the mode is {mode}")
         return value
 
     @field_validator("skip")

@@ -161,8 +161,8 @@ def test_pipe_tune_prints_the_table_and_is_cached_the_second_time(tmp_path, monk
         assert not cli.app([*arguments, "-C", str(tmp_path)], standalone_mode=False)
         states.append(capsys.readouterr().out)
     assert re.search(r"MatMul_bad +bad/cut +MatMul .* fp16 +in int8 the budget fails", states[0])
-    # Evened out, the channel of 1000 loses 0.005; the budget is 0.002.
-    assert re.search(r"equalize +kept .* accuracy 0.995 .* with it, accuracy 0.1\S+ .* without", states[0])
+    # Evened out, the channel of 1000 loses one or two of the 200 samples; the budget allows none.
+    assert re.search(r"equalize +kept .* accuracy 0\.99\d* .* with it, accuracy 0\.1\S+ .* without", states[0])
     assert 'repairs: [equalize], layers: {"MatMul_bad": "fp16"}}`' in states[0].replace("\n     ", " ")
     document = json.loads(states[1])
     assert [s["state"] for s in document["stages"]] == ["cached"] * 3
@@ -202,7 +202,7 @@ def test_repairs_are_measured_and_scaled_values_get_their_own_names(searched):
     report, made = searched(net=net, task="", search=False, repairs=["adaround", "smooth", "equalize"])
     rows = {row["repair"]: row for row in report.tables["repairs"]}
     assert list(rows) == ["equalize", "smooth", "adaround"]
-    assert rows["equalize"]["outcome"] == "kept" and rows["smooth"]["measured"] == "nothing to change"
+    assert rows["equalize"]["outcome"] == "kept" and rows["smooth"]["measured"] == "no layer that it is for"
     assert rows["equalize"]["with_db"] > rows["equalize"]["without_db"] + 3
     assert report.metrics["output_sqnr_db"] > plain.metrics["output_sqnr_db"] + 3
     weights = {row["value"]: row["sqnr_db"] for row in report.tables["quantized"] if row["role"] == "weight"}
