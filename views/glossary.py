@@ -38,7 +38,11 @@ TERMS = (
     Term("cause", "", "the earlier threshold or ArgMax that explains the difference"),
     Term("outputs dB", "dB", "SQNR of the outputs if only this layer were converted, measured on a few samples"),
     Term("gain dB", "dB", "by how much the outputs gain if this layer alone stays float and all others are converted"),
-    Term("saves %", "per cent", "of `pipe tune`: what int8 saves in this layer, of the cost of the float model"),
+    Term(
+        "saves %",
+        "per cent",
+        "of `pipe tune`: what the layer's format saves while all other layers are quantised, of the cost of the float model",
+    ),
     Term("95 % low, 95 % high", "the metric's", "interval of the change; `by` names the method that gives it"),
     Term("update ratio", "none", "norm of the last update / norm of the weight"),
     Term("dead", "", "a trained parameter that never changed"),
