@@ -41,7 +41,7 @@ TERMS = (
     Term(
         "saves %",
         "per cent",
-        "of `pipe tune`: what the layer's format saves while all other layers are quantised, of the cost of the float model",
+        "of `pipe tune`: what the format of this layer saves with all others quantised, of the cost of the float model",
     ),
     Term("95 % low, 95 % high", "the metric's", "interval of the change; `by` names the method that gives it"),
     Term("update ratio", "none", "norm of the last update / norm of the weight"),
