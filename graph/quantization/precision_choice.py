@@ -24,7 +24,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from layerline.graph.analysis.ir_queries import constant, subgraphs
+from layerline.graph.analysis.ir_queries import constant, parent, subgraphs
 from layerline.graph.quantization.naming import matching
 
 
@@ -220,12 +220,15 @@ class _Float32Choice:
 
     def _measured(self, value: ir.Value) -> float:
         """Greatest |x| measured; of a value behind Q/DQ, that of the value that was quantised. 0 where none was."""
-        dequantize = value.producer()
-        if dequantize is not None and dequantize.op_type == "DequantizeLinear" and dequantize.inputs[0] is not None:
-            quantize = dequantize.inputs[0].producer()
-            if quantize is not None and quantize.op_type == "QuantizeLinear" and quantize.inputs[0] is not None:
-                value = quantize.inputs[0]
-        return self.amax.get(value.name or "", 0.0)
+        measured: ir.Value | None = value
+        dequantize = parent(value, "DequantizeLinear")
+        if dequantize is not None:
+            quantize = parent(dequantize.inputs[0], "QuantizeLinear")
+            if quantize is not None:
+                measured = quantize.inputs[0]
+        if measured is None or measured.name is None:
+            return 0.0
+        return self.amax.get(measured.name, 0.0)
 
     def _moves_single(self, read: Sequence[ir.Value]) -> bool:
         moved = [v for v in read if v.dtype == ir.DataType.FLOAT and constant(v) is None]
