@@ -69,12 +69,13 @@ def run(
         if stop and verdict.passed:
             break
         repaired, changed = repairer.apply(name, calibrated)
-        row: dict[str, Scalar] = {"repair": name, "outcome": "undone", "measured": "no layer that it is for"}
-        rows.append(row)
         if not changed:
-            row["outcome"] = "not applied"
-            log(f"{name}: {row['outcome']}; {row['measured']}")
+            nothing = "no layer that it is for"
+            rows.append({"repair": name, "outcome": "not applied", "measured": nothing})
+            log(f"{name}: not applied; {nothing}")
             continue
+        row: dict[str, Scalar] = {"repair": name, "outcome": "undone", "measured": changed}
+        rows.append(row)
         new_finished, new_converted = finish(repaired)
         after = trials.decibels(new_converted.measured)
         measured = changed
