@@ -84,7 +84,9 @@ class OnnxRuntime:
                 if isinstance(model, Path):
                     # The tapped copy lives in memory; its external data stays where it is.
                     options.add_session_config_entry(_FOLDER, str(model.parent.resolve()))
-            return OrtSession(ort.InferenceSession(source, options, providers=["CPUExecutionProvider"]), weights)
+            # Without its second try, which prints to standard output, finds the weights gone, and hides the reason.
+            session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+            return OrtSession(session, weights)
         except Exception as error:
             raise StageError(
                 f"onnxruntime refuses the model: {plain(error)}", where=str(getattr(model, "name", "model"))

@@ -58,15 +58,25 @@ class Linear:
         node = self.node
         if node.op_type == "MatMul" and (shift.any() or self.bias.any()) and self.rank != 2:
             raise Declined(f"MatMul {node.outputs[0].name} has rank {self.rank} and takes no bias")
-        bias = self._stored(self.bias * scale + shift, self.bias, "bias")
-        stem = name_of(node.inputs[1])
-        inputs = list(node.inputs[:2])
+        weight = None
         # A weight that stays as it is may be shared, and a copy in a body would be stored beside it.
         if (scale != 1).any():
             # In float64, so that each weight is rounded once.
-            exact = np.multiply(self.weight, self.along_outputs(scale), dtype=np.float64)
-            weight = self._stored(exact, self.weight, "weight")
-            inputs[1] = tape.initializer(ir.tensor(weight), f"{stem}/{tag}")
+            weight = np.multiply(self.weight, self.along_outputs(scale), dtype=np.float64)
+        return self.with_weights(tape, weight, self.bias * scale + shift, tag)
+
+    def with_weights(self, tape: Tape, weight: Array | None, bias: Array, tag: str) -> ir.Value:
+        """The output of a node like this one with another weight (None keeps it) and bias, both float64.
+
+        May raise Declined.
+        """
+        node = self.node
+        bias = self._stored(bias, self.bias, "bias")
+        stem = name_of(node.inputs[1])
+        inputs = list(node.inputs[:2])
+        if weight is not None:
+            stored = self._stored(weight, self.weight, "weight")
+            inputs[1] = tape.initializer(ir.tensor(stored), f"{stem}/{tag}")
         attributes = dict(node.attributes)
         # The bias that was read has it in it already.
         attributes.pop("beta", None)

@@ -62,6 +62,27 @@ def sole(value: ir.Value | None, reader: ir.Node) -> None:
     _refuse_readers(value, {reader: None}, "a second")
 
 
+def move_shapes_behind(value: ir.Value | None, node: ir.Node) -> None:
+    """Lets nodes that read only the shape of `value` read that of `node`'s output, which is the same.
+
+    Exporters take sizes from the earliest value that has them, and would keep a Conv apart from what follows it.
+    """
+    assert value is not None
+    producer = value.producer()
+    readers = [reader for reader in value.consumers() if reader.op_type == "Shape" and reader.domain == ""]
+    others = [other for other in node.inputs if other is not value and other is not None]
+    if not readers or producer is None or any(other.producer() is not None for other in others):
+        return
+    graph = node.graph
+    if graph is None or any(place.graph is not graph for place in (producer, *readers)):
+        return
+    # Directly behind its producer, the node is computed before all of the readers.
+    graph.remove(node)
+    graph.insert_after(producer, node)
+    for reader in readers:
+        reader.replace_input_with(0, node.outputs[0])
+
+
 def only_within(node: ir.Node, *inputs: ir.Value | None) -> None:
     """Declines unless everything between `inputs` and `node` is read only there, so that all of it can go."""
     # The node and all that it is computed from, up to `inputs`; Constant nodes may be shared and are left out.

@@ -18,7 +18,7 @@ from layerline.calib.hold_out import HoldOut
 from layerline.calib.named_arrays import Input, Positions
 from layerline.calib.samples import Batch, Samples
 from layerline.pipeline.config.quantize_fields import Selection
-from layerline.pipeline.errors import TaskError
+from layerline.pipeline.errors import StageError, TaskError
 from layerline.pipeline.stage import Work
 
 # Samples that the rounding of weights is chosen on, and that a default session is judged on.
@@ -33,8 +33,15 @@ def session(model: ir.Model, taps: Sequence[str]) -> OrtSession:
     Ranges need no bits of the graph as it is written, and optimised kernels take a fifth less time. Threads that do not
     spin leave the other cores to other work.
     """
-    optimised = sum(tensor.nbytes for tensor in model.graph.initializers.tensors()) <= MOST_OPTIMISED
-    return OnnxRuntime(defaults=optimised, config={"session.intra_op.allow_spinning": "0"}).open(model, taps)
+    config = {"session.intra_op.allow_spinning": "0"}
+    if sum(tensor.nbytes for tensor in model.graph.initializers.tensors()) <= MOST_OPTIMISED:
+        try:
+            return OnnxRuntime(defaults=True, config=config).open(model, taps)
+        except StageError:
+            # Some optimisations merge a value that is tapped into another node, and then miss it: onnxruntime 1.31
+            # does in sums of several convolutions. As it is written, the graph gives the same ranges.
+            pass
+    return OnnxRuntime(config=config).open(model, taps)
 
 
 @dataclass(eq=False)

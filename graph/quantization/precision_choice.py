@@ -8,7 +8,8 @@ On top of that a node stays in float32 when half would give other numbers:
   epsilon of 1e-12);
 - it works on such values: from a reduction or an epsilon float32 goes on through elementwise operators up to the
   division that ends the normalisation, from a mask up to the softmax, and from a sine back to its angle;
-- it may add a mask to what a softmax reads.
+- it may add a mask to what a softmax reads;
+- it computes with integers alone (positions, sizes, masks): half has no odd numbers from 2048 on, bfloat16 from 256 on.
 
 Nothing is clamped: what half cannot hold is not put into half.
 """
@@ -16,7 +17,7 @@ Nothing is clamped: what half cannot hold is not put into half.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +148,8 @@ class _Float32Choice:
 
     def propagate_forwards(self) -> None:
         """Keeps nodes that work on values that half would spoil, and nodes that only move float32 values."""
+        # What integers and constants alone decide, until it meets an activation.
+        counts: set[ir.Value] = set()
         # By value: the sum or epsilon (delicate), or the mask (huge), that it comes from.
         delicate: dict[ir.Value, str] = {}
         huge: dict[ir.Value, str] = {}
@@ -154,10 +157,16 @@ class _Float32Choice:
             read = [v for v in node.inputs if v is not None]
             from_huge = _first_of(huge, read)
             from_delicate = _first_of(delicate, read)
+            is_count = self._counts(node, read, counts)
+            if is_count:
+                counts.update(node.outputs)
             if from_huge is not None:
                 self.kept.setdefault(node, f"it works on {from_huge}, which can exceed the range of {self.type}")
             elif from_delicate is not None and node.op_type in _ELEMENTWISE:
                 self.kept.setdefault(node, f"it works on {from_delicate}, which needs float32")
+            elif is_count:
+                # The Cast or Range that starts it is kept already.
+                self.kept.setdefault(node, f"it computes with integers, which {self.type} rounds")
             elif node.op_type in _MOVES and self._moves_single(read):
                 self.kept.setdefault(node, "")
             if node not in self.kept:
@@ -174,6 +183,17 @@ class _Float32Choice:
             starts = node.op_type in _REDUCES or adds_epsilon
             if (starts or (from_delicate and spreads)) and not _ends_normalisation(node):
                 delicate.update(dict.fromkeys(node.outputs, from_delicate or name))
+
+    def _counts(self, node: ir.Node, read: Sequence[ir.Value], counts: Collection[ir.Value]) -> bool:
+        """Whether a node makes floats of integers, or computes with such floats and constants alone."""
+        if node.op_type == "Range":
+            return True
+        if node.op_type == "Cast" and read:
+            return read[0].dtype is not None and not read[0].dtype.is_floating_point()
+        floats = [value for value in read if value.dtype == ir.DataType.FLOAT and constant(value) is None]
+        if node.op_type not in _ELEMENTWISE | _MOVES | _REDUCES:
+            return False
+        return bool(floats) and all(value in counts for value in floats)
 
     def own_reason(self, node: ir.Node) -> str | None:
         """Why a node must stay float32 by itself; None where it need not, "" where that is not worth a line."""

@@ -344,6 +344,25 @@ def test_the_angle_of_a_sine_is_computed_in_float32():
     assert reasons(converted)["a"] == "its result is the angle of c"
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_positions_that_become_an_index_are_computed_in_float32(mode):
+    """The buckets of T5: log(d / 8) / log(16) * 8 is 2 at a distance of 16, and 1.99 in half."""
+    bucket = """
+        d = Cast <to = 1> (n)  q = Div(d, eight)  l = Log(q)  r = Div(l, base)  b = Mul(r, eight)
+        i = Cast <to = 7> (b)  row = Gather(table, i)"""
+    given = model(
+        f"agraph (int64[n] n, float[n] x) => (float[n] y) {{ {bucket} y = Mul(row, x) }}",
+        eight=np.float32(8),
+        base=np.float32(np.log(16)),
+        table=np.arange(9, dtype=np.float32),
+    )
+    distances = np.array([16, 32, 64, 127], np.int64)
+    converted, [output] = half(given, mode, distances, np.ones(4, np.float32))
+    np.testing.assert_array_equal(output, [2, 4, 6, 7])
+    told = reasons(converted)
+    assert "integers" in told["r"] and "integers" in told["b"] and "y" not in told
+
+
 @pytest.mark.parametrize("pattern", ["m", "layer1.fc", "layer1", "w"])
 def test_skip_keeps_values_weights_and_modules_in_float32(pattern):
     net = model("g (float[n, 2] x) => (float[n, 2] y) { h = Relu (x)\n m = MatMul (h, w)\n y = Relu (m) }", w=f32(2, 2))

@@ -17,6 +17,7 @@ from layerline.graph.fusion.rules import (
     noop,
     norm,
     pad,
+    parallel,
     shape_arithmetic,
     transpose,
 )
@@ -53,6 +54,7 @@ RULES: tuple[Rule, ...] = (
     pad.conv,
     pad.pool,
     linear.batchnorm,
+    parallel.convolutions,
     linear.affine,
     channels.run,
 )

@@ -17,7 +17,7 @@ from layerline.graph.analysis.ir_queries import Array, constant, name_of, parent
 from layerline.graph.fusion import affine_ops
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import on, sole
+from layerline.graph.fusion.rule import move_shapes_behind, on, sole
 
 MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten")
 
@@ -48,9 +48,11 @@ def affine(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # no
         # 1 / (Wx + b) is not affine in x.
         if node.op_type == "Div" and side == 1:
             raise Declined(f"{node.outputs[0].name} divides a constant by {before.node.op_type} output {value.name}")
+        each = before.per_channel(amount, f"constant {other.name}")
+        if not moves:
+            move_shapes_behind(value, node)
         for read, reader in path:
             sole(read, reader)
-        each = before.per_channel(amount, f"constant {other.name}")
         scale, shift = _affine(node.op_type, side, each)
         out = before.scaled(tape, scale, shift, node.op_type.lower())
         for move in reversed(moves):
@@ -83,25 +85,34 @@ def batchnorm(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  #
         return None
     where = f"BatchNormalization {node.outputs[0].name}"
     _refuse_training(node, where)
+    move_shapes_behind(node.inputs[0], node)
     # Whoever else reads the layer wants it without the normalisation.
     sole(node.inputs[0], node)
     if before.axis != 1:
         name = before.node.outputs[0].name
         raise Declined(f"{where} normalises axis 1, the channels of {name} lie on axis {before.axis}")
+    scale, shift = normalisation(node, before.channels)
+    return before.scaled(tape, scale, shift, "batchnorm")
+
+
+def normalisation(node: ir.Node, channels: int) -> tuple[Array, Array]:
+    """Scale and shift of a BatchNormalization, one number per channel each (float64). May raise Declined."""
+    where = f"BatchNormalization {node.outputs[0].name}"
+    _refuse_training(node, where)
     parameters: list[Array] = []
     for value in node.inputs[1:5]:
         parameter = constant(value)
         if parameter is None:
             raise Declined(f"{name_of(value) or 'a parameter'} of {where} is computed")
-        if parameter.shape != (before.channels,):
-            raise Declined(f"{name_of(value)} of {where} has shape {parameter.shape}, not {before.channels}")
+        if parameter.shape != (channels,):
+            raise Declined(f"{name_of(value)} of {where} has shape {parameter.shape}, not {channels}")
         parameters.append(parameter.astype(np.float64))
     gamma, beta, mean, var = parameters
     spread = var + node.attributes.get_float("epsilon", 1e-5)
     if not (spread > 0).all():
         raise Declined(f"{where} divides by the root of a variance that is not above 0 ({spread.min()})")
     scale = gamma / np.sqrt(spread)
-    return before.scaled(tape, scale, beta - mean * scale, "batchnorm")
+    return scale, beta - mean * scale
 
 
 def _refuse_training(node: ir.Node, where: str) -> None:
