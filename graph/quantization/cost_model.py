@@ -6,7 +6,7 @@
 - Multiplications count as the bytes that a device moves in their time: MACS_PER_BYTE, in the ratio of the rates at
   which tensor cores multiply (float32 as TF32).
 
-docs/engine.md has the table.
+docs/quantization.md has the table.
 """
 
 from __future__ import annotations
