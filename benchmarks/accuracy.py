@@ -11,7 +11,8 @@ The other tools are onnxruntime's quantize_static, and NNCF and nvidia-modelopt,
 peers/quantize.py for what each is told.
 
 Calibration and evaluation samples are apart. Metrics and SQNR are those of the saved file, run as it is written over
-all evaluation samples; the interval of SQNR is a bootstrap over these. Ends in one JSON line.
+all evaluation samples; the interval of SQNR is a bootstrap over these. Every row is a process with a time limit, and
+--rows keeps what is finished: a run that was stopped goes on from there. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -190,6 +193,8 @@ TRAINED: dict[str, tuple[Any, Any, int, float]] = {
 """The network, its data, passes over the data, and the greatest learning rate."""
 BLOCKS = ("int4", "nvfp4")
 VARIANTS = ["plain", "repairs", "tuned", "qat", "quantize_static", "nncf", "modelopt"]
+PEER_TOOLS = ("quantize_static", "nncf", "modelopt")
+SLOW = ("tuned", "qat")
 FORMATS = ["int8", "fp8", "int4", "nvfp4"]
 
 
@@ -391,46 +396,88 @@ def peer(tool: str, python: str, folder: Path, source: Path, outputs: Outputs, f
     return {**figures, "seconds": float(done.stdout.split()[-1])}
 
 
-def measured(
-    name: str, folder: Path, pythons: dict[str, str], variants: list[str], formats: list[str]
-) -> dict[str, Any]:
-    """All variants of one network with one seed."""
-    source = fused(name, folder)
+def rows_of(variants: list[str], formats: list[str]) -> list[tuple[str, str]]:
+    """The rows of one network: each variant in each format that it has. Those that take minutes come last."""
+    rows: list[tuple[str, str]] = []
+    for variant in sorted(variants, key=lambda variant: (variant in SLOW, VARIANTS.index(variant))):
+        for fmt in formats:
+            absent = (variant in SLOW and fmt in BLOCKS) or (variant, fmt) == ("nncf", "fp8")
+            if not absent and not (variant in PEER_TOOLS and fmt == "nvfp4"):
+                rows.append((variant, fmt))
+    return rows
+
+
+def measured(name: str, folder: Path, variant: str, fmt: str, pythons: dict[str, str]) -> dict[str, Any]:
+    """One row of a prepared network."""
+    source = Path((folder / "source.txt").read_text())
     outputs = Outputs(folder, source / "model.onnx")
-    qat = {"epochs": 3} if name in TRAINED else {"epochs": 10, "batch_size": 8}
+    if variant in pythons:
+        return peer(variant, pythons[variant], folder, source, outputs, fmt)
+    repairs: dict[str, Any] = {"repairs": ["equalize", "smooth", "adaround"], "bias_correction": True}
+    if fmt in BLOCKS:
+        repairs = {"repairs": ["awq", "gptq"]}
+    training = {"epochs": 3} if name in TRAINED else {"epochs": 10, "batch_size": 8}
+    # A figure below a bound is what this script is for.
+    plain: dict[str, Any] = {"min_db": -100.0, "mode": fmt}
+    fields = {
+        "plain": plain,
+        "repairs": plain | repairs,
+        "tuned": {"mode": fmt, "search": True},
+        "qat": {"min_db": -100.0, "mode": "qat", "qat": {"format": fmt, **training}},
+    }
+    return ours(folder, source, outputs, f"{variant}-{fmt}", fields[variant])
+
+
+def prepare(name: str, folder: Path, seed: int) -> dict[str, Any]:
+    """Writes the project of a network, its samples and its fused model."""
+    try:
+        if name in TRAINED:
+            train(name, folder, seed)
+        else:
+            tune.RNG = np.random.default_rng(seed)
+            tune.project(name, folder, OF_PACKAGES)
+    except LookupError as error:
+        return {"missing": str(error)}
+    source = fused(name, folder)
     if name not in TRAINED:
-        taught(folder, source, outputs)
-    results: dict[str, Any] = {}
-    for fmt in formats:
-        repairs: dict[str, Any] = {"repairs": ["equalize", "smooth", "adaround"], "bias_correction": True}
-        if fmt in BLOCKS:
-            repairs = {"repairs": ["awq", "gptq"]}
-        # A figure below a bound is what this script is for.
-        plain: dict[str, Any] = {"min_db": -100.0, "mode": fmt}
-        own = {
-            "plain": plain,
-            "repairs": plain | repairs,
-            "tuned": {"mode": fmt, "search": True},
-            "qat": {"min_db": -100.0, "mode": "qat", "qat": {"format": fmt, **qat}},
-        }
-        for variant, fields in own.items():
-            if variant in variants and not (fmt in BLOCKS and variant in ("tuned", "qat")):
-                results[f"{variant} {fmt}"] = ours(folder, source, outputs, f"{variant}-{fmt}", fields)
-        for tool, python in pythons.items():
-            if tool in variants and (tool, fmt) != ("nncf", "fp8") and fmt != "nvfp4":
-                results[f"{tool} {fmt}"] = peer(tool, python, folder, source, outputs, fmt)
-    return results
+        taught(folder, source, Outputs(folder, source / "model.onnx"))
+    (folder / "source.txt").write_text(str(source))
+    return {}
 
 
-def spread(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean, least and greatest of every figure over the seeds."""
-    summary: dict[str, Any] = {}
-    for variant in runs[0]:
+def child(arguments: list[str], seconds: float) -> dict[str, Any]:
+    """Runs this script once more for one step, and stops it with the tools that it started when the time is over."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return {"failed": f"stopped after {seconds:.0f} s"}
+    if process.returncode:
+        return {"failed": (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1][:400]}
+    result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
+    return result
+
+
+def spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean, least and greatest of every figure over the seeds, by network and row."""
+    figures: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for row in rows:
+        of_row = figures.setdefault(row["net"], {}).setdefault(f"{row['variant']} {row['format']}", {})
         for key in ("sqnr_db", "accuracy", "accuracy_float"):
-            values = [run[variant][key] for run in runs if key in run[variant]]
-            if values:
-                figures = (float(np.mean(values)), min(values), max(values))
-                summary.setdefault(variant, {})[key] = [round(figure, 4) for figure in figures]
+            if key in row:
+                of_row.setdefault(key, []).append(row[key])
+    summary: dict[str, Any] = {}
+    for name, of_net in figures.items():
+        summary[name] = {}
+        for label, by_key in of_net.items():
+            summary[name][label] = {
+                key: [round(float(np.mean(values)), 4), min(values), max(values)] for key, values in by_key.items()
+            }
     return summary
 
 
@@ -438,38 +485,61 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--path", help="folder of packages that ship networks")
     parser.add_argument("--net", action="append", choices=[*TRAINED, *tune.NETS], help="only this; may be repeated")
-    parser.add_argument("--seeds", type=int, default=5, help="of the networks trained here; the others have one")
+    parser.add_argument("--seeds", type=int, default=5, help="of the training, and of the draw of samples")
     parser.add_argument("--first-seed", type=int, default=0, help="the others follow")
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="only this; may be repeated")
-    parser.add_argument("--format", action="append", choices=FORMATS, help="only this")
+    parser.add_argument("--format", action="append", choices=FORMATS, help="only this; may be repeated")
+    parser.add_argument("--rows", type=Path, help="file of finished rows, one JSON line each; they are not run again")
+    parser.add_argument("--limit", type=float, default=1200, help="seconds until a row is stopped")
+    parser.add_argument("--step", nargs=3, help=argparse.SUPPRESS)
     for tool in ("nncf", "modelopt"):
         python = ROOT / f"build/{tool}/bin/python"
         parser.add_argument(f"--{tool}", default=str(python), help=f"interpreter of an environment with {tool}")
     options = parser.parse_args()
-    pythons = {"quantize_static": sys.executable, "nncf": options.nncf, "modelopt": options.modelopt}
     if options.path:
         sys.path.append(options.path)
-    results: dict[str, Any] = {}
+    if options.step:
+        pythons = {"quantize_static": sys.executable, "nncf": options.nncf, "modelopt": options.modelopt}
+        folder, variant, last = options.step
+        if variant == "prepare":
+            result = prepare(options.net[0], Path(folder), int(last))
+        else:
+            result = measured(options.net[0], Path(folder), variant, last, pythons)
+        print(json.dumps(result))
+        return
+    rows: list[dict[str, Any]] = []
+    if options.rows and options.rows.exists():
+        rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
+    shared = ["--nncf", options.nncf, "--modelopt", options.modelopt, "--path", options.path or "."]
+    missing: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in options.net or [*TRAINED, *tune.NETS]:
-            runs: list[dict[str, Any]] = []
-            seeds = range(options.first_seed, options.first_seed + options.seeds) if name in TRAINED else [0]
-            for seed in seeds:
+            for seed in range(options.first_seed, options.first_seed + options.seeds):
+                finished = [
+                    (row["variant"], row["format"]) for row in rows if (row["net"], row["seed"]) == (name, seed)
+                ]
+                planned = rows_of(options.variant or VARIANTS, options.format or FORMATS)
+                planned = [row for row in planned if row not in finished]
+                if not planned or name in missing:
+                    continue
                 folder = Path(scratch) / f"{name}-{seed}".replace(" ", "-").replace(",", "")
                 folder.mkdir()
-                try:
-                    if name in TRAINED:
-                        train(name, folder, seed)
-                    else:
-                        tune.project(name, folder, OF_PACKAGES)
-                except LookupError as error:
-                    results[name] = {"missing": str(error)}
-                    break
-                runs.append(measured(name, folder, pythons, options.variant or VARIANTS, options.format or FORMATS))
-                print(name, seed, runs[-1], file=sys.stderr, flush=True)
-            if runs:
-                results[name] = {"mean, least, greatest": spread(runs), "runs": runs}
-    print(json.dumps({"benchmark": "accuracy", "results": results}))
+                prepared = child(["--net", name, *shared, "--step", str(folder), "prepare", str(seed)], options.limit)
+                if prepared:
+                    missing[name] = next(iter(prepared.values()))
+                    continue
+                for variant, fmt in planned:
+                    step = ["--net", name, *shared, "--step", str(folder), variant, fmt]
+                    row = {"net": name, "seed": seed, "variant": variant, "format": fmt}
+                    row |= child(step, options.limit)
+                    rows.append(row)
+                    print(json.dumps(row), file=sys.stderr, flush=True)
+                    if options.rows:
+                        with options.rows.open("a") as file:
+                            file.write(json.dumps(row) + "\n")
+    print(
+        json.dumps({"benchmark": "accuracy", "mean, least, greatest": spread(rows), "missing": missing, "rows": rows})
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Bias correction: subtracts the mean error that quantisation causes in a channel from the layer's bias.
 
-After M. Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (ICCV 2019), with the
-mean error measured on samples. Only stored biases change, so the result costs nothing at run time.
+The mean errors are measured on samples, see `mean_errors`. Only stored biases change, so it costs nothing at run time.
 """
 
 from __future__ import annotations
@@ -12,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from layerline.calib.plan import QuantPlan, readers_of
 from layerline.graph.analysis.ir_queries import FreshNames, add_initializer, copied, first_output, optional_input
+from layerline.graph.quantization.channel_axes import output_rows
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of
 
 _WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
@@ -38,25 +39,54 @@ def correct(model: ir.Model, shifts: Mapping[str, npt.NDArray[np.float64]]) -> t
     return work, corrected
 
 
-def _correct(graph: ir.Graph, names: FreshNames, node: ir.Node, shift: npt.NDArray[np.float64]) -> bool:
+def axes(model: ir.Model, plan: QuantPlan) -> dict[str, int]:
+    """The layers with a quantised input whose bias can be corrected, each with the axis of its channels."""
+    readers = readers_of([value for value in plan.values if value.role == "activation" and not value.block])
+    channel_axes: dict[str, int] = {}
+    for node in model.graph:
+        rows = output_rows(node)
+        if first_output(node) not in readers or rows is None or _holder(node, len(rows)) is None:
+            continue
+        # A product has its channels along the last axis, a convolution behind the batch.
+        axis = -1
+        if node.op_type in ("Conv", "ConvTranspose"):
+            axis = 1
+        channel_axes[first_output(node)] = axis
+    return channel_axes
+
+
+def _holder(node: ir.Node, channels: int) -> tuple[ir.Node, int] | None:
+    """The node that adds the bias of a layer, and the position of the bias; None where it can't be corrected."""
     holder: ir.Node | None = node
     place = 2
     if node.op_type not in _WITH_BIAS:
         holder, place = _bias_add(node)
     # Gemm multiplies its bias by beta.
     if holder is None or (node.op_type == "Gemm" and node.attributes.get_float("beta", 1.0) != 1.0):
-        return False
+        return None
     old = optional_input(holder, place)
-    if old is None:
-        # The new bias has the type of what the layer reads.
-        source = node.inputs[0]
-        wide = np.zeros(shift.shape)
-    else:
-        source = old
+    if old is not None:
         bias = weight_of(old)
         # A bias of another size is stretched over the channels, or is computed.
-        if bias is None or bias.size != shift.size:
-            return False
+        if bias is None or bias.size != channels:
+            return None
+    return holder, place
+
+
+def _correct(graph: ir.Graph, names: FreshNames, node: ir.Node, shift: npt.NDArray[np.float64]) -> bool:
+    held = _holder(node, shift.size)
+    if held is None:
+        return False
+    holder, place = held
+    old = optional_input(holder, place)
+    bias = None
+    if old is not None:
+        bias = weight_of(old)
+    # The new bias has the type of what the layer reads.
+    source = node.inputs[0]
+    wide = np.zeros(shift.shape)
+    if bias is not None:
+        source = old
         wide = bias.astype(np.float64)
     dtype = np.dtype(np.float32)
     if source is not None and source.dtype is not None:

@@ -24,12 +24,12 @@ from layerline.graph.io.opset import raise_opset
 from layerline.graph.quantization import (
     bias_correction,
     integer_bias,
+    mean_errors,
     measured_plan,
     mixed_precision,
     own_qdq,
     qdq,
     qdq_placement,
-    range_choice,
     rounding,
 )
 from layerline.graph.quantization.calibration_data import CalibrationData
@@ -180,8 +180,9 @@ class Calibrated:
         if not self.held_out:
             note = f"bias correction was not tried: {TOO_FEW}"
             return dataclasses.replace(self, shifts={}, notes=(*self.notes, note))
-        shifts = range_choice.shifts(self.model, self.plan, self.feeds, self.rounded.arrays)
         quantized = qdq.apply(self.model, self.plan, self.rounded.arrays)
+        axes = bias_correction.axes(self.model, self.plan)
+        shifts = mean_errors.measure(self.model, own_qdq.emulate(quantized), axes, self.feeds)
         kept, gain = measured_plan.corrected(self.model, quantized, shifts, self.feeds, self.held_out)
         if not kept:
             shifts = {}

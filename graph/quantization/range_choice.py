@@ -7,19 +7,15 @@ error even with exact inputs. It stays float, and its reason says the figure.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
-from layerline.backends.base import Array, Feed
+from layerline.backends.base import Feed
 from layerline.calib import range_candidates
 from layerline.calib.histogram import Histogram
-from layerline.calib.plan import QuantPlan, Wanted
-from layerline.calib.scales import Stored
+from layerline.calib.plan import Wanted
 from layerline.graph.quantization import qdq, range_trials
 from layerline.graph.quantization.qdq_placement import Placement, Rules, place
 
@@ -111,30 +107,3 @@ def _greatest(
     if range_candidates.BOUND in candidates[item.name]:
         return dict(candidates[item.name])
     return {"minmax": max(histograms[name].amax for name in range_candidates.group_of(item))}
-
-
-def shifts(
-    model: ir.Model, plan: QuantPlan, feeds: Sequence[Feed], rounded: Mapping[str, Array | Stored] | None = None
-) -> dict[str, npt.NDArray[np.float64]]:
-    """The mean error that a plan adds to each output channel of each layer with weights, fed with exact inputs.
-
-    Args:
-        rounded: weights that lie on their steps already, by name.
-    """
-    weights = QuantPlan(values=tuple(v for v in plan.values if v.role == "weight"), kept=())
-    stored = qdq.apply(model, weights, rounded)
-    corrections: dict[str, npt.NDArray[np.float64]] = {}
-    activations = [v for v in plan.values if v.role == "activation" and not v.block]
-    # A value may be quantised to two types, each for layers of its own.
-    for dtype in sorted({v.dtype for v in activations}):
-        items = [v for v in activations if v.dtype == dtype]
-        candidates = {v.name: {"plan": v.amax} for v in items}
-        ends: dict[str, tuple[float, float]] = {}
-        for item in items:
-            if dtype == "uint8" and isinstance(item.zero_point, int):
-                ends[item.name] = -item.zero_point * item.scales[0], (255 - item.zero_point) * item.scales[0]
-        errors = range_trials.measure(model, stored, items, candidates, feeds, ends)
-        for (_, _, layer), error in errors.items():
-            if error.shift.size and math.isfinite(error.relative):
-                corrections[layer] = error.correction()
-    return corrections
