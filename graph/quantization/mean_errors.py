@@ -155,8 +155,7 @@ class _Walk:
         total = 0
         for values in self.values:
             for value in values.values():
-                parts = value if isinstance(value, list) else [value]
-                total += sum(part.nbytes for part in parts)
+                total += sum(part.nbytes for part in _tensors(value))
         return total
 
     def _cut(self, outputs: Sequence[str]) -> ir.Model:
@@ -190,8 +189,16 @@ class _Walk:
         )
 
 
-def _type(array: Array | list[Array]) -> ir.TypeProtocol:
-    """The type of a value; onnxruntime gives a sequence as a list."""
-    if isinstance(array, list):
-        return ir.SequenceType(ir.TensorType(ir.DataType.from_numpy(array[0].dtype)))
-    return ir.TensorType(ir.DataType.from_numpy(array.dtype))
+def _tensors(value: Array | list[Array]) -> list[Array]:
+    """The tensors of a value; onnxruntime gives a sequence as a list."""
+    if isinstance(value, list):
+        return value
+    return [value]
+
+
+def _type(value: Array | list[Array]) -> ir.TypeProtocol:
+    """The type of a value."""
+    tensor = ir.TensorType(ir.DataType.from_numpy(_tensors(value)[0].dtype))
+    if isinstance(value, list):
+        return ir.SequenceType(tensor)
+    return tensor
