@@ -29,6 +29,7 @@ class OnnxRuntime:
     Args:
         threads: intra-op threads; 0 leaves the choice to the runtime.
         defaults: the runtime's own options instead, as its users have them: it rewrites the graph and re-uses memory.
+        extended: with `defaults`, the optimisations up to ORT_ENABLE_EXTENDED, in place of ORT_ENABLE_ALL.
         config: further entries of the session's configuration, by key.
         few_runs: weights stay as they lie; laying them out anew for the kernels takes as long as it saves in some eight
             runs.
@@ -42,18 +43,34 @@ class OnnxRuntime:
         threads: int = 0,
         few_runs: bool = False,
         defaults: bool = False,
+        extended: bool = False,
         config: Mapping[str, str] | None = None,
     ) -> None:
         self.threads = threads
         self.few_runs = few_runs
         self.defaults = defaults
+        self.extended = extended
         self.config = config or {}
 
     def unavailable_reason(self) -> str | None:
         return not_installed("onnxruntime", "onnxruntime-gpu")
 
     def open(self, model: Path | bytes | Model, taps: Sequence[str] = ()) -> OrtSession:
-        """Loads a file, its bytes, or a model in memory; the last may be larger than one message can be."""
+        """Loads a file, its bytes, or a model in memory; the last may be larger than one message can be.
+
+        Raises:
+            StageError: onnxruntime refuses the model.
+            ProcessDied: it would end this process; only looked at with `defaults`.
+        """
+        from layerline.backends import subprocess_build
+
+        if self.defaults and _computes_in_half(model):
+            # onnxruntime 1.31 crashes on some of these: a MatMul of float16 behind a Transpose of its first axis.
+            name = "onnxruntime crashes on this model: its process"
+            subprocess_build.call(_try, self, _portable(model), tuple(taps), process_name=name, where="model")
+        return self._open(model, taps)
+
+    def _open(self, model: Path | bytes | Model, taps: Sequence[str]) -> OrtSession:
         switch_off_telemetry()
         import onnxruntime as ort
 
@@ -72,6 +89,8 @@ class OnnxRuntime:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             # Planning who reuses whose memory takes seconds where thousands of values are tapped, and saves none.
             options.enable_mem_reuse = False
+        elif self.extended:
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         weights: list[Any] = []
         if isinstance(model, bytes | Path):
             source = model if isinstance(model, bytes) else str(model)
@@ -91,6 +110,46 @@ class OnnxRuntime:
             raise StageError(
                 f"onnxruntime refuses the model: {plain(error)}", where=str(getattr(model, "name", "model"))
             ) from error
+
+
+def _computes_in_half(model: Path | bytes | Model) -> bool:
+    """Whether a model holds, takes or makes float16."""
+    import onnx
+
+    from layerline.backends import light
+
+    proto = model
+    if isinstance(model, Path):
+        proto = onnx.load(str(model), load_external_data=False)
+    elif isinstance(model, bytes):
+        proto = onnx.load_from_string(model)
+    graph = light.split(proto).model.graph
+    types = {tensor.data_type for tensor in graph.initializer}
+    types |= {value.type.tensor_type.elem_type for value in graph.input}
+    for node in light.all_nodes(graph.node):
+        for attribute in node.attribute:
+            if attribute.name == "to":
+                types.add(attribute.i)
+            elif attribute.HasField("t"):
+                types.add(attribute.t.data_type)
+    return onnx.TensorProto.FLOAT16 in types
+
+
+def _portable(model: Path | bytes | Model) -> Path | bytes:
+    """A model as another process takes it."""
+    from layerline.backends import light
+
+    if isinstance(model, Path):
+        return model.resolve()
+    if isinstance(model, bytes):
+        return model
+    data: bytes = light.split(model).whole().SerializeToString()
+    return data
+
+
+def _try(runtime: OnnxRuntime, model: Path | bytes, taps: Sequence[str]) -> None:
+    """Opens a session in a process that may end by it."""
+    runtime._open(model, taps)
 
 
 def plain(error: Exception) -> str:

@@ -39,6 +39,10 @@ _SLACK = 512 << 20
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
+class ProcessDied(StageError):
+    """A process ended without leaving a result: it crashed, or was ended from outside."""
+
+
 class Log(Protocol):
     """Gets what the other process says."""
 
@@ -95,20 +99,26 @@ class Relay:
             file.write(json.dumps({kind: text}) + "\n")
 
 
-def call(function: Callable[..., Any], *args: Any) -> Any:
+def call(
+    function: Callable[..., Any], *args: Any, process_name: str = "the builder's process", where: str = "engine"
+) -> Any:
     """Runs `function(*args)` in another process. Function, arguments and result are pickled.
+
+    Args:
+        process_name: what errors call the process.
+        where: the place that errors name.
 
     Raises:
         PipeError: whatever of these the function raises.
         Unavailable: the system refused it room, memory or a file.
-        StageError: the process crashed; says by which signal and what it printed last.
+        ProcessDied: the process crashed; says by which signal and what it printed last.
     """
     with temporary_folder() as folder:
         # The personality is inherited when the process starts; the caller keeps its own.
         with _fixed_addresses():
             process = _start(folder, function, args, None)
         _wait(process)
-        return _outcome(folder, process.returncode, "the builder's process", where="engine")
+        return _outcome(folder, process.returncode, process_name, where=where)
 
 
 def bounded(function: Callable[..., Any], *args: Any, limits: Limits, log: Log) -> Any:
@@ -211,7 +221,7 @@ def _outcome(folder: Path, code: int, process: str, where: str = "", hint: str =
         hint = "; ".join(filter(None, ["signal 9 is most often the system running out of memory", hint]))
     printed = (folder / _PRINTED).read_text("utf-8", errors="replace").strip().splitlines()[-3:]
     last = " | ".join(line.strip() for line in printed) or "nothing"
-    raise StageError(f"{process} {how}; it printed last: {last}", where=where, hint=hint)
+    raise ProcessDied(f"{process} {how}; it printed last: {last}", where=where, hint=hint)
 
 
 @contextmanager

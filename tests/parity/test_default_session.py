@@ -147,3 +147,20 @@ def test_few_elements_on_the_other_side_of_a_threshold_are_told(
     x[:elements] = 0.5
     gates, notes = default_session.check(path, [{"x": x}], allowed={})
     assert bool(gates) is fails and any("next to a threshold" in note for note in notes) is not fails
+
+
+def test_a_model_that_crashes_a_default_session_does_not_end_the_process(tmp_path: Path) -> None:
+    """onnxruntime 1.31 ends the process on a float16 MatMul behind a Transpose of its first axis, as in an RNN."""
+    nodes = [
+        helper.make_node("Cast", ["x"], ["half"], to=TensorProto.FLOAT16),
+        helper.make_node("Transpose", ["half"], ["turned"], perm=[1, 0, 2]),
+        helper.make_node("MatMul", ["turned", "w"], ["product"]),
+        helper.make_node("Cast", ["product"], ["y"], to=TensorProto.FLOAT),
+    ]
+    model = _model(nodes, {"x": ["t", "b", 4]}, ["y"], w=np.eye(4, dtype=np.float16))
+    onnx.save(model, tmp_path / "model.onnx")
+    feed = {"x": np.arange(24, dtype=np.float32).reshape(3, 2, 4)}
+    gates, [note] = default_session.check(tmp_path / "model.onnx", [feed], allowed={})
+    assert gates == [] and "on all 1 feeds, within 0.0e+00" in note
+    if "crashes" in note:
+        assert "ORT_ENABLE_EXTENDED" in note
