@@ -29,7 +29,7 @@ from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric, refuse
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import leaves, mapped
 from layerline.pipeline.inputs.metric import Metric, accuracy, score, scores
-from layerline.pipeline.report import FLIPPED, GAIN, OWN, UNMEASURED, Gate, LayerDiff, Order, Report, Scalar
+from layerline.pipeline.report import FLIPPED, GAIN, NO_METRIC, OWN, UNMEASURED, Gate, LayerDiff, Order, Report, Scalar
 
 Scores = Mapping[str, float]
 # Fewer dB than this are not worth a layer in float where accuracy was lost.
@@ -232,7 +232,7 @@ def measure(
     """
     measured = evaluation.measure(converted)
     if measured is None:
-        note = f"no metric was measured: {evaluation.why}"
+        note = f"{NO_METRIC}: {evaluation.why}"
         if max_drop is None:
             return Report(stage="", notes=(note,))
         gate = Gate("accuracy budget", False, UNMEASURED, f"max_drop {max_drop}", evaluation.why)

@@ -104,9 +104,15 @@ def bounds(graph: ir.Graph) -> dict[str, float]:
     return magnitudes
 
 
+_DEAD = 1e-12  # of the mean power of a channel: a millionth of its size
+
+
 @dataclass(frozen=True)
 class WeightLoss:
-    """The SQNR of one quantised weight in dB: of the whole weight, and of the output channel that lost most."""
+    """The SQNR of one quantised weight in dB: of the whole weight, and of the output channel that lost most.
+
+    Channels that are 120 dB below the others are left out.
+    """
 
     sqnr_db: float
     worst_channel_db: float
@@ -154,8 +160,11 @@ def weight_sqnr(
         other_axes = None
         if axis is not None:
             other_axes = tuple(i for i in range(array.ndim) if i != axis)
-        pairs = zip(np.ravel(signal.sum(axis=other_axes)), np.ravel(noise.sum(axis=other_axes)), strict=True)
-        channels = [decibels(float(s), float(n)) for s, n in pairs if s > 0]
+        signals = np.ravel(signal.sum(axis=other_axes))
+        noises = np.ravel(noise.sum(axis=other_axes))
+        # A dead channel may be rounded to 0, and no output shows it.
+        alive = signals > _DEAD * signals.mean()
+        channels = [decibels(float(s), float(n)) for s, n in zip(signals[alive], noises[alive], strict=True)]
         whole = decibels(float(signal.sum()), float(noise.sum()))
         losses[item.name, item.dtype] = WeightLoss(whole, min(channels, default=math.inf))
     return losses

@@ -18,7 +18,7 @@ from layerline.pipeline.config.project import Project, load
 from layerline.pipeline.diagnosis.causes import PARITY, RULES, Cause, Evidence, Rule, rules
 from layerline.pipeline.errors import ConfigError, located
 from layerline.pipeline.records.ledger import Run
-from layerline.pipeline.report import GAIN, OWN, LayerDiff, Report, Scalar
+from layerline.pipeline.report import GAIN, NO_METRIC, OWN, WARNING, LayerDiff, Report, Scalar
 from layerline.pipeline.run.outcome import Listener
 from layerline.pipeline.run.plan import open_planner
 from layerline.pipeline.run.runner import Runner
@@ -103,7 +103,13 @@ def _evidence(
     project: Project, reports: Mapping[str, Report], logs: Mapping[str, lookup.Log], scores: Any = None
 ) -> Evidence:
     """What the rules look at. A stage that did not pass has lost something too, unless it could not be judged."""
-    lost = {stage: report.failure().what for stage, report in reports.items() if report.is_wrong}
+    lost: dict[str, str] = {}
+    for stage, report in reports.items():
+        if report.is_wrong:
+            lost[stage] = report.failure().what
+        elif _warnings(report) and any(note.startswith(NO_METRIC) for note in report.notes):
+            # No metric says whether the outputs may lose that much.
+            lost[stage] = "; ".join(_warnings(report))
     nonfinite = {}
     if scores is not None:
         lost |= scores.losses
@@ -144,8 +150,8 @@ def _report(evidence: Evidence, causes: list[Cause], unfinished: list[str], scor
     worst: list[dict[str, Scalar]] = []
     warnings: list[str] = []
     for stage, report in evidence.reports.items():
-        # Outputs may lose their signal though the metric stays.
-        warnings += [f"{stage}: {note}" for note in report.notes if note.startswith("WARNING")]
+        if stage not in evidence.losses:  # outputs may lose their signal though the metric stays
+            warnings += [f"{stage}: {warning}" for warning in _warnings(report)]
         if evidence.losses and stage not in evidence.losses:
             continue
         for record in report.sorted(report.order)[:_WORST]:
@@ -158,6 +164,11 @@ def _report(evidence: Evidence, causes: list[Cause], unfinished: list[str], scor
     tables = dict(zip(TABLES, (scores.rows, [cause.row() for cause in causes], worst), strict=True))
     notes = (*verdict(evidence, causes, unfinished), *warnings, *scores.notes)
     return Report(stage="why", notes=notes, tables=tables)
+
+
+def _warnings(report: Report) -> list[str]:
+    """What a stage warned of."""
+    return [note for note in report.notes if note.startswith(WARNING)]
 
 
 def verdict(evidence: Evidence, causes: list[Cause], unfinished: Sequence[str] = ()) -> list[str]:

@@ -651,6 +651,21 @@ def test_weight_sqnr_is_the_loss_of_each_weight():
     assert {name for name, _ in found} == {"w1", "w2", "wf"}
 
 
+@pytest.mark.parametrize(("size", "counts"), [(1e-3, True), (1e-8, False)])
+def test_a_dead_channel_is_not_the_worst_one(size, counts):
+    net = residual()
+    plan, _ = quantize(net, f32(1, 4, 8, 8))
+    weight = next(tensor for tensor in net.graph.initializer if tensor.name == "w1")
+    w = onnx.numpy_helper.to_array(weight).copy()
+    w[1] *= size / np.abs(w[1]).max()
+    weight.CopyFrom(onnx.numpy_helper.from_array(w, "w1"))
+    # One scale for all: the small channel becomes 0, which is an error of 0 dB.
+    scale = float(np.abs(w).max()) / 127
+    values = tuple(dataclasses.replace(v, axis=None, scales=(scale,)) if v.name == "w1" else v for v in plan.values)
+    loss = qdq.weight_sqnr(as_ir(net), dataclasses.replace(plan, values=values), {})["w1", "int8"]
+    assert (loss.worst_channel_db == pytest.approx(0)) is counts and loss.sqnr_db > 20
+
+
 def test_under_one_scale_the_worst_channel_still_counts():
     net = residual()
     plan, _ = quantize(net, f32(1, 4, 8, 8))

@@ -10,6 +10,26 @@ import sys
 import pytest
 
 from layerline import cli
+from layerline.pipeline.config.project import load
+from layerline.pipeline.diagnosis import why
+from layerline.pipeline.records.ledger import Run
+from layerline.pipeline.report import LayerDiff, Report
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_outputs_that_lost_their_signal_are_a_loss_where_no_metric_was_measured(tmp_path, measured) -> None:
+    (tmp_path / "pipe.yaml").write_text("import-onnx: {file: net.onnx}\nquantize: {mode: int8}\n")
+    warning = "WARNING: output y has 14.3 dB: its error is 19 % of its size"
+    notes = (warning,) if measured else (warning, "no metric was measured: the task has no eval_data()")
+    conv = LayerDiff(name="y", op="Conv", extra={"isolated_sqnr_db": 7.7, "gain_db": 3.7})
+    report = Report(stage="quantize", records=(conv,), notes=notes)
+    causes = why.from_reports(load(tmp_path), Run("1", True, (), ()), {"quantize": report}, {})
+    if measured:
+        assert not causes
+        return
+    (cause,) = causes
+    assert (cause.stage, cause.value, cause.setting) == ("quantize", "y", 'quantize.layers={"y": "fp16"}')
+    assert "7.7 dB with exact inputs; the outputs gain 3.7 dB" in cause.evidence
 
 
 @pytest.mark.slow
