@@ -155,7 +155,11 @@ def call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
             cloned_args, cloned_kwargs = pytree.tree_map_only(Tensor, torch.clone, (tuple(args), dict(kwargs)))
             result = module(*cloned_args, **cloned_kwargs)
     except Exception as error:
-        raise TaskError(f"{method} raised {type(error).__name__}: {error}", where="example_inputs") from error
+        hint = ""
+        if any(value.dtype == "float16" for value in feed.values()):
+            hint = "parameters are float32 here, as quantize chooses half precision: give float32 inputs as well"
+        what = f"{method} raised {type(error).__name__}: {error}"
+        raise TaskError(what, where="example_inputs", hint=hint) from error
     tensors, left_out = _leaves(result)
     results: dict[str, Array] = {}
     for name, leaf in tensors:

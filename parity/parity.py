@@ -8,7 +8,7 @@ the ONNX, so each probe's outputs are also compared with what the module itself 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layerline.backends.base import Array, Feed
 from layerline.backends.onnxruntime import OnnxRuntime
@@ -27,6 +27,10 @@ from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import Gate, LayerDiff
 
 _FIXED = "a size or value was fixed while tracing: take it from the input's shape, or declare min, max or multiple"
+_OPERATOR = (
+    "the example differs too, so no size is at fault: the exporter writes an operator otherwise than torch; "
+    "`pipe debug export` shows the first, write it with others"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +99,8 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
         else:
             gates.append(_gate(probe, kept[feed], feed, tally, floors))
             feed += 1
+    if not any(gate.passed for gate in gates):
+        gates = [replace(gate, hint=_OPERATOR) for gate in gates]
     return Parity(
         rows=rows,
         gates=(*gates, *_folded(traced, tally.random)),

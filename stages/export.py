@@ -149,7 +149,10 @@ class Export(Stage):
         if more:
             probes = [*probes, *more]
             result = parity(traced, probes, rule)
-        return prober, probes, replace(result, gates=prober.guards.explained(result.gates, probes))
+        # Where the example fails as well, no branch on sizes is the cause.
+        if any(gate.passed for gate in result.gates):
+            result = replace(result, gates=prober.guards.explained(result.gates, probes))
+        return prober, probes, result
 
     def _check_module(
         self, work: Work, prober: Prober, probes: Sequence[Probe], *, fast: bool

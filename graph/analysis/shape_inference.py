@@ -19,7 +19,7 @@ from onnx_shape_inference import ShapeInferenceContext
 from onnx_shape_inference import registry as library
 
 from layerline.backends.base import SOURCE, TRACED
-from layerline.graph.analysis.ir_queries import constant, rank, subgraphs
+from layerline.graph.analysis.ir_queries import constant, graph_values, rank, subgraphs
 from layerline.graph.analysis.shape_functions import FOLLOWED, corrected, from_library
 from layerline.graph.analysis.symbolic_sizes import NUMBER, Dim, Sizes, from_file, is_size, simplified, size_of, sizes
 
@@ -189,10 +189,36 @@ def _stored_elements(value: ir.Value) -> list[Dim] | None:
     return [int(element) for element in stored.reshape(-1)]
 
 
+# Whose outputs are sequences, or may be.
+_SEQUENCES = frozenset(
+    {
+        "SequenceEmpty",
+        "SequenceConstruct",
+        "SequenceInsert",
+        "SequenceErase",
+        "SequenceMap",
+        "SplitToSequence",
+        "Identity",
+    }
+)
+
+
 def infer_types(model: ir.Model) -> None:
     """Fills in the types and shapes that a file leaves out; what it declares stays, for the model is written again."""
+    untyped: list[ir.Value] = []
+    if any("Sequence" in node.op_type for node in model.graph.all_nodes()):
+        values: list[ir.Value] = []
+        for node in model.graph:
+            if subgraphs(node) or node.op_type in _SEQUENCES:
+                values += node.outputs
+        for body in model.graph.subgraphs():
+            values += graph_values(body)
+        untyped = [value for value in values if value.type is None]
     # Data propagation would write out what a ConstantOfShape holds, however much that is.
     ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
+    # It takes sequences for tensors, and runtimes refuse a model that declares one as the other.
+    for value in untyped:
+        value.type = None
 
 
 def declared(model: ir.Model) -> DeclaredShapes:

@@ -91,7 +91,9 @@ def float_values(model: ir.Model) -> list[str]:
     values = [*work.graph.inputs]
     for node in work.graph:
         values.extend(node.outputs)
-    return [v.name or "" for v in values if v.dtype == _FLOAT and constant(v) is None]
+    # A sequence has the type of its tensors, and no array of its own.
+    tensors = [v for v in values if isinstance(v.type, ir.TensorType) and v.dtype == _FLOAT]
+    return [v.name or "" for v in tensors if constant(v) is None]
 
 
 def emulate(model: ir.Model) -> ir.Model:
@@ -109,6 +111,14 @@ def emulate(model: ir.Model) -> ir.Model:
         if tensor.dtype in halves and tensor.const_value is not None:
             tensor.const_value = ir.tensor(tensor.const_value.numpy().astype("float32"), name=tensor.name)
             tensor.dtype = _FLOAT
+    # Half inputs are read in float32, as everything between them is.
+    position = {node: index for index, node in enumerate(work.graph)}
+    for value in work.graph.inputs:
+        readers: list[Use] = [(use.node, use.idx) for use in value.uses() if use.node in position]
+        if value.dtype in halves and readers:
+            cast = _cast(names, value, _FLOAT, names.fresh(f"{value.name}/float32"))
+            _rewire(readers, cast.outputs[0])
+            min((node for node, _ in readers), key=position.__getitem__).prepend(cast)
     for node in list(work.graph):
         for output in node.outputs:
             if output.dtype in halves:

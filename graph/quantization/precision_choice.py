@@ -9,6 +9,7 @@ On top of that a node stays in float32 when half would give other numbers:
 - it works on such values: from a reduction or an epsilon float32 goes on through elementwise operators up to the
   division that ends the normalisation, from a mask up to the softmax, and from a sine back to its angle;
 - it may add a mask to what a softmax reads;
+- it reads an image at computed positions (GridSample, RoiAlign);
 - it computes with integers alone (positions, sizes, masks): half has no odd numbers from 2048 on, bfloat16 from 256 on.
 
 Nothing is clamped: what half cannot hold is not put into half.
@@ -43,7 +44,9 @@ _NORMALISES = _SOFTMAX | _ops(
     "BatchNormalization GroupNormalization InstanceNormalization LayerNormalization RMSNormalization LRN "
     "LpNormalization MeanVarianceNormalization Hardmax"
 )
-_PRECISE = _REDUCES | _NORMALISES | _ANGLES | _ops("Log Softplus")
+# Half has 11 bits for a position: a quarter of a pixel in an image of 1,024.
+_PLACES = _ops("GridSample RoiAlign")
+_PRECISE = _REDUCES | _NORMALISES | _ANGLES | _PLACES | _ops("Log Softplus")
 _MOVES = _ops(
     "Reshape Flatten Transpose Squeeze Unsqueeze Expand Tile Identity Slice Split Concat Gather GatherElements "
     "GatherND Pad Shape Size DepthToSpace SpaceToDepth TopK Dropout Cast"
@@ -124,9 +127,10 @@ class _Float32Choice:
 
     def propagate_backwards(self) -> None:
         """Keeps nodes that compute an angle, squares that are summed, or a mask before a softmax."""
-        # By node: the sine or softmax that its result reaches.
+        # By node: the sine, softmax or sampling that its result reaches.
         angle_of: dict[ir.Node, str] = {n: n.outputs[0].name or "" for n in self.nodes if n.op_type in _ANGLES}
         softmax_of: dict[ir.Node, str] = {n: n.outputs[0].name or "" for n in self.nodes if n.op_type in _SOFTMAX}
+        place_of: dict[ir.Node, str] = {n: n.outputs[0].name or "" for n in self.nodes if n.op_type in _PLACES}
         for node in reversed(self.nodes):
             for value in node.inputs:
                 source = value.producer() if value is not None else None
@@ -136,6 +140,10 @@ class _Float32Choice:
                 if node in angle_of and source.op_type in _ELEMENTWISE | _MOVES | {"MatMul", "Einsum"}:
                     angle_of[source] = angle_of[node]
                     self.kept.setdefault(source, f"its result is the angle of {angle_of[node]}")
+                elif node in place_of and (node.op_type not in _PLACES or value is node.inputs[1]):
+                    if source.op_type in _ELEMENTWISE | _MOVES:
+                        place_of[source] = place_of[node]
+                        self.kept.setdefault(source, f"its result is a position in {place_of[node]}")
                 # A mask of -1e9 overflows half, and softmax needs the sum with it.
                 elif node in softmax_of and source.op_type in _MASKS | _MOVES:
                     softmax_of[source] = softmax_of[node]

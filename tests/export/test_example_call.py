@@ -105,6 +105,12 @@ def test_types_that_no_runtime_passes_are_named(kind: torch.dtype) -> None:
         call(module(lambda x: x.to_sparse()), (X,), {})
 
 
+def test_half_inputs_of_float32_parameters_are_explained() -> None:
+    with pytest.raises(TaskError, match="dtype") as error:
+        call(nn.Linear(3, 2), (X.half(),), {})
+    assert "give float32 inputs" in error.value.hint
+
+
 @pytest.mark.parametrize("result", [None, 3, (None, "a")])
 def test_no_tensor_comes_out(result: Any) -> None:
     with pytest.raises(StageError, match="returns no tensor"):

@@ -363,6 +363,46 @@ def test_positions_that_become_an_index_are_computed_in_float32(mode):
     assert "integers" in told["r"] and "integers" in told["b"] and "y" not in told
 
 
+SEQUENCE = """agraph (float[n,2] x) => (float[n,2] y) {
+    none = SequenceEmpty ()
+    all, again = Loop (three, yes, none, x) <body: graph = b (int64 i, bool go, s, v) => (bool stay, t, w) {
+        stay = Identity(go) t = SequenceInsert(s, v) w = Mul(v, two) }>
+    joined = ConcatFromSequence <axis = 1> (all)  y = MatMul(joined, ones) }"""
+
+
+def test_a_sequence_that_a_loop_fills_is_no_tensor():
+    """Its declared type in the body would be that of its tensors, and the runtime refuses that."""
+    given = model(SEQUENCE, three=np.int64(3), two=np.float32(2), ones=np.ones((6, 2), np.float32), yes=np.bool_(True))
+    given.graph.initializer.append(numpy_helper.from_array(np.float32(2), "two"))
+    assert "all" not in float_values(as_ir(given)) and "joined" in float_values(as_ir(given))
+    # x, 2x and 4x in a row, whose columns are summed.
+    _, [output] = half(given, "fp16", np.ones((1, 2), np.float32))
+    np.testing.assert_array_equal(output, [[14, 14]])
+
+
+def test_half_inputs_are_emulated_too():
+    given = model(
+        "agraph (float16[n] x, float[n] z) => (float16[n] y, float[n] w) { y = Mul(x, two)  w = Add(z, z) }",
+        two=np.float16(2),
+    )
+    _, [y, w] = half(given, "fp16", np.array([1.5, 40000], np.float16), np.ones(2, np.float32))
+    np.testing.assert_array_equal(y, [3, np.inf])
+    np.testing.assert_array_equal(w, [2, 2])
+
+
+def test_positions_of_a_sampler_are_computed_in_float32():
+    given = model(
+        "agraph (float[1,1,1,1024] x, float[1,1,1,2] p) => (float[1,1,1,1] y) "
+        '{ a = Mul(p, third)  g = Sub(a, third)  y = GridSample <mode = "nearest", align_corners = 1> (x, g) }',
+        third=np.float32(1 / 3),
+    )
+    image = np.arange(1024, dtype=np.float32).reshape(1, 1, 1, 1024)
+    # (3.7 - 1) / 3 = 0.9: the pixel 0.95 * 1023 = 971.85; half has steps of 0.25 pixels there.
+    converted, [output] = half(given, "fp16", image, np.array([3.7, 1], np.float32).reshape(1, 1, 1, 2))
+    assert output.item() == 972
+    assert {"a", "g", "y"} <= set(reasons(converted))
+
+
 @pytest.mark.parametrize("pattern", ["m", "layer1.fc", "layer1", "w"])
 def test_skip_keeps_values_weights_and_modules_in_float32(pattern):
     net = model("g (float[n, 2] x) => (float[n, 2] y) { h = Relu (x)\n m = MatMul (h, w)\n y = Relu (m) }", w=f32(2, 2))
