@@ -62,7 +62,7 @@ def _default_limit(quantisation_error: float) -> float:
     """Greatest relative L2 distance of an output in a default session."""
     # Its int8 kernels round differently in places, which moves an output no further than quantisation itself did. 1 %
     # passes in any case: single roundings show in an output that quantisation hardly moved.
-    return max(0.01, 2 * quantisation_error)
+    return max(default_session.LIMIT_QUANTIZED, 2 * quantisation_error)
 
 
 def _judged_by_float(

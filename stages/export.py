@@ -81,7 +81,7 @@ class Export(Stage):
         # A default session, as users open it, on the probes that it runs on unoptimised; the others fail a gate.
         ran = [(p.feed, outputs) for p, outputs in zip(probes, result.outputs, strict=True) if outputs is not None]
         expected = [outputs for _, outputs in ran]
-        allowed = default_session.limits(result.floors, expected[0] if expected else ())
+        allowed = default_session.limits(model, result.floors, expected[0] if expected else ())
         session_gates, session_notes = default_session.check(
             work.out / onnx_files.FILE, [feed for feed, _ in ran], expected=expected, allowed=allowed
         )

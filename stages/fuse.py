@@ -53,7 +53,7 @@ class Fuse(Stage):
     """Folds constants and merges nodes; nothing here changes numbers beyond rounding."""
 
     name: ClassVar[str] = "fuse"
-    version: ClassVar[int] = 11
+    version: ClassVar[int] = 12
     takes: ClassVar[Mapping[str, str]] = {"model": "onnx"}
     gives: ClassVar[str] = "fused"
     env: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnx-ir", "onnxruntime")
@@ -84,7 +84,7 @@ class Fuse(Stage):
         work.log.say(f"{_nodes(fused.model)} nodes out; {len(fused.proofs)} rewrites proved")
         outputs = names(fused.model.graph.outputs)
         # Also in a default session, as users open it: its optimisations may meet what the comparison did not.
-        allowed = default_session.limits(case.floors, outputs)
+        allowed = default_session.limits(fused.model, case.floors, outputs)
         gates, session_notes = default_session.check(work.out / onnx_files.FILE, case.feeds, allowed=allowed)
         notes = [*case.notes, *fused.notes, *session_notes]
         if not all(row.passed for row in rows):

@@ -214,7 +214,8 @@ class _Float32Choice:
             if reads_float and node.op_type != "Cast":
                 return f"{node.op_type} has no {self.type} form here"
             return ""
-        if node.op_type in _PRECISE:
+        # A Scatter that reduces sums up as well, and onnxruntime has no kernel for that in half.
+        if node.op_type in _PRECISE or node.attributes.get_string("reduction", "none") != "none":
             return f"{node.op_type} needs float32's range or precision"
         for index in sorted(half_inputs):
             reason = self._unfit_constant(node.inputs[index])
@@ -247,16 +248,29 @@ class _Float32Choice:
         return None
 
     def _measured(self, value: ir.Value) -> float:
-        """Greatest |x| measured; of a value behind Q/DQ, that of the value that was quantised. 0 where none was."""
+        """Greatest |x| measured; of a value behind Q/DQ, that of what was quantised. 0 where none was."""
         measured: ir.Value | None = value
         dequantize = parent(value, "DequantizeLinear")
         if dequantize is not None:
+            stored = self._stored(dequantize)
+            if stored is not None:
+                return stored
             quantize = parent(dequantize.inputs[0], "QuantizeLinear")
             if quantize is not None:
                 measured = quantize.inputs[0]
         if measured is None or measured.name is None:
             return 0.0
         return self.amax.get(measured.name, 0.0)
+
+    def _stored(self, dequantize: ir.Node) -> float | None:
+        """Greatest |x| that a weight stored as integers stands for; None of anything that is computed."""
+        numbers = constant(dequantize.inputs[0])
+        scales = constant(dequantize.inputs[1])
+        if numbers is None or scales is None or not numbers.size or not scales.size:
+            return None
+        # No more than the greatest scale times the greatest number: channels need not be told apart here.
+        span = np.abs(numbers.astype(np.float64)).max()
+        return float(span * scales.astype(np.float64).max())
 
     def _moves_single(self, read: Sequence[ir.Value]) -> bool:
         moved = [v for v in read if v.dtype == ir.DataType.FLOAT and constant(v) is None]

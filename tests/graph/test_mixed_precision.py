@@ -403,6 +403,31 @@ def test_positions_of_a_sampler_are_computed_in_float32():
     assert {"a", "g", "y"} <= set(reasons(converted))
 
 
+def test_weights_behind_q_dq_that_half_cannot_hold_are_read_in_float32():
+    given = model(
+        "agraph (float[n,1] x) => (float[n,2] y) { w = DequantizeLinear <axis = 1> (q, s)  y = MatMul(x, w) }",
+        q=np.array([[100, 100]], np.int8),
+        s=np.array([1.0, 1000.0], np.float32),
+    )
+    converted, [output] = half(given, "fp16", np.ones((1, 1), np.float32), amax={"x": 1.0})
+    np.testing.assert_array_equal(output, [[100, 100_000]])
+    assert "1e+05" in reasons(converted)["y"]
+
+
+def test_a_scatter_that_adds_sums_in_float32():
+    given = model(
+        "agraph (float[n] x, int64[n] i) => (float[1] y, float[4] z) "
+        '{ y = ScatterElements <reduction = "add"> (zero, i, x)  z = ScatterElements (zeros, i, x) }',
+        zero=np.zeros(1, np.float32),
+        zeros=np.zeros(4, np.float32),
+    )
+    # In half 2048 + 1 is 2048.
+    x = np.array([2048, 1, 1, 1], np.float32)
+    converted, [y, _] = half(given, "fp16", x, np.zeros(4, np.int64))
+    np.testing.assert_array_equal(y, [2051])
+    assert "y" in reasons(converted) and "z" not in reasons(converted)
+
+
 @pytest.mark.parametrize("pattern", ["m", "layer1.fc", "layer1", "w"])
 def test_skip_keeps_values_weights_and_modules_in_float32(pattern):
     net = model("g (float[n, 2] x) => (float[n, 2] y) { h = Relu (x)\n m = MatMul (h, w)\n y = Relu (m) }", w=f32(2, 2))
