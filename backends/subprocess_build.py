@@ -43,7 +43,7 @@ class ProcessDied(StageError):
     """A process ended without leaving a result: it crashed, or was ended from outside."""
 
 
-class Log(Protocol):
+class OutputLog(Protocol):
     """Gets what the other process says."""
 
     def say(self, text: str) -> None: ...
@@ -121,7 +121,7 @@ def call(
         return _outcome(folder, process.returncode, process_name, where=where)
 
 
-def bounded(function: Callable[..., Any], *args: Any, limits: Limits, log: Log) -> Any:
+def bounded(function: Callable[..., Any], *args: Any, limits: Limits, log: OutputLog) -> Any:
     """Runs `function(*args, relay)` in a process whose memory and time are bounded; Ctrl-C ends it at once.
 
     Raises:

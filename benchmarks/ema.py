@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from layerline.training.config.sections import EmaConfig
-from layerline.training.loop.ema import Ema, averaged
+from layerline.training.loop.ema import EmaPolicy, averaged
 from layerline.training.model.canonical_names import named
 
 ROUNDS, UPDATES = 41, 20
@@ -34,7 +34,7 @@ def contenders(tensors: int) -> dict[str, Callable[[], object]]:
     net = model(tensors)
     sources = [p.detach() for p in net.parameters()]
     shadow = [s.clone() for s in sources]
-    ema = Ema(averaged(named(net)), EmaConfig(decay=DECAY, warmup=True))
+    ema = EmaPolicy(averaged(named(net)), EmaConfig(decay=DECAY, warmup=True))
     step = iter(range(1, 10**9))
     peer = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     peer.update_parameters(net)  # its first call only copies

@@ -25,7 +25,7 @@ GROUP = 128
 GROUP_BYTES = 1 << 29
 
 
-class Session(Protocol):
+class FeedRunner(Protocol):
     """A loaded model; what `layerline.backends` calls a session."""
 
     def run(self, feed: Mapping[str, Array]) -> dict[str, Array]: ...
@@ -53,7 +53,7 @@ class Ranges:
 
 
 def collect(
-    open_session: Callable[[Sequence[str]], Session],
+    open_session: Callable[[Sequence[str]], FeedRunner],
     batches: Iterable[Batch],
     names: Sequence[str],
     *,

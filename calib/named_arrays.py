@@ -34,14 +34,14 @@ class Input(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Named:
+class NamedArrays:
     """Arrays by input name, the target and the slices; None where there are none."""
 
     feed: dict[str, Array]
     target: Any = None
     slices: Array | None = None
 
-    def select(self, rows: Positions) -> Named:
+    def select(self, rows: Positions) -> NamedArrays:
         """Some rows; an array without axes stays as it is, for all of them."""
 
         def chosen(array: Array | None) -> Array | None:
@@ -50,10 +50,10 @@ class Named:
             picked: Array = array[rows]
             return picked
 
-        return Named(*mapped((self.feed, self.target, self.slices), chosen))
+        return NamedArrays(*mapped((self.feed, self.target, self.slices), chosen))
 
 
-def named(raw: Any, inputs: Sequence[Input], hook: str) -> Named:
+def named(raw: Any, inputs: Sequence[Input], hook: str) -> NamedArrays:
     """A batch, a sample or columns, each array under the name of its input.
 
     Raises:
@@ -67,13 +67,13 @@ def named(raw: Any, inputs: Sequence[Input], hook: str) -> Named:
         target = None
         if len(items) == 2 and items[1] is not None:
             target = target_arrays(items[1])
-        return Named(_by_name(items[0], inputs, hook), target)
+        return NamedArrays(_by_name(items[0], inputs, hook), target)
     # A tuple holds the inputs alone or, where that is one array too many, the inputs and the target.
     for count in (len(items), len(items) - 1):
         arrays = list(leaves(items[:count]))
         if len(arrays) == len(inputs):
             feed = {declared.name: as_array(array) for declared, array in zip(inputs, arrays, strict=True)}
-            return Named(feed, *(target_arrays(target) for target in items[count:] if target is not None))
+            return NamedArrays(feed, *(target_arrays(target) for target in items[count:] if target is not None))
     names_in_order = [declared.name for declared in inputs]
     raise TaskError(
         f"{hook}() gives {len(list(leaves(items)))} arrays a batch, {outlined(raw)}; "
@@ -83,7 +83,7 @@ def named(raw: Any, inputs: Sequence[Input], hook: str) -> Named:
     )
 
 
-def _from_mapping(raw: Mapping[Any, Any], inputs: Sequence[Input], hook: str) -> Named:
+def _from_mapping(raw: Mapping[Any, Any], inputs: Sequence[Input], hook: str) -> NamedArrays:
     # A key that the model has an input of is that input, whatever else it may mean.
     input_names = {declared.name for declared in inputs}
     label = answers([str(key) for key in raw], input_names)
@@ -94,7 +94,7 @@ def _from_mapping(raw: Mapping[Any, Any], inputs: Sequence[Input], hook: str) ->
     if SLICE in others and SLICE in raw:
         slices = as_array(raw[SLICE])
     feed = {key: value for key, value in raw.items() if str(key) not in others}
-    return Named(_by_name(feed, inputs, hook), target, slices)
+    return NamedArrays(_by_name(feed, inputs, hook), target, slices)
 
 
 def _by_name(raw: Mapping[Any, Any], inputs: Sequence[Input], hook: str) -> dict[str, Array]:

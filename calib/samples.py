@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from layerline.calib.named_arrays import Array, Input, Named, Positions, as_declared, named, samples_in
+from layerline.calib.named_arrays import Array, Input, NamedArrays, Positions, as_declared, named, samples_in
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import SLICE, collate, form, rows, with_arrays
 from layerline.pipeline.outline import outlined
@@ -158,7 +158,7 @@ class Samples:
             part = self._collated(numbers.tolist()) if columns is None else columns.select(numbers)
             yield from self._fit(part, self._hook, numbers.tolist())
 
-    def _ready_made(self) -> Iterator[Named]:
+    def _ready_made(self) -> Iterator[NamedArrays]:
         """The data's own batches, or the rows of them that were picked."""
         batches = self._call_user(iter, self._data)
         start = 0
@@ -174,12 +174,12 @@ class Samples:
                 sizes = {array.shape[0] for array in part.feed.values() if array.ndim}
                 # One whose arrays differ in length stays whole; of others the targets are not needed.
                 if len(sizes) == 1 and numbers.size < max(sizes):
-                    part = Named(part.feed).select(numbers)
+                    part = NamedArrays(part.feed).select(numbers)
                 yield part
             if start > self._picked.max():
                 return
 
-    def _collated(self, numbers: list[int]) -> Named:
+    def _collated(self, numbers: list[int]) -> NamedArrays:
         """Samples of a Dataset as one batch."""
         samples = [self._named(self._call_user(self._data.__getitem__, number)) for number in numbers]
         feed: dict[str, Array] = {}
@@ -199,7 +199,7 @@ class Samples:
                     where=f"{self._hook}: target",
                     hint="give each sample a target of the same keys",
                 ) from error
-        return Named(feed, target, slices)
+        return NamedArrays(feed, target, slices)
 
     def _stack(self, name: str, parts: list[Array], numbers: list[int]) -> Array:
         for part, number in zip(parts, numbers, strict=True):
@@ -212,7 +212,7 @@ class Samples:
                 )
         return np.stack(parts)
 
-    def _fit(self, part: Named, where: str, numbers: list[int] | None = None) -> Iterator[Batch]:
+    def _fit(self, part: NamedArrays, where: str, numbers: list[int] | None = None) -> Iterator[Batch]:
         """The part as it came, or split into batches of the size that the model fixes."""
         count = samples_in(part.feed, self._inputs)
         if count == 0:
@@ -231,13 +231,13 @@ class Samples:
             batch = part.select(real)
             yield Batch(self._typed(filled, where, numbers), batch.target, real.size, filler, batch.slices)
 
-    def _typed(self, part: Named, where: str, numbers: list[int] | None) -> dict[str, Array]:
+    def _typed(self, part: NamedArrays, where: str, numbers: list[int] | None) -> dict[str, Array]:
         feed: dict[str, Array] = {}
         for declared in self._inputs:
             feed[declared.name] = as_declared(part.feed[declared.name], declared, self._hook, where, numbers)
         return feed
 
-    def _named(self, raw: Any) -> Named:
+    def _named(self, raw: Any) -> NamedArrays:
         return named(raw, self._inputs, self._hook)
 
     def _call_user(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from layerline.calib.collect import Session
+from layerline.calib.collect import FeedRunner
 from layerline.calib.named_arrays import Positions
 from layerline.calib.samples import Batch
 from layerline.pipeline.errors import TaskError
@@ -79,7 +79,7 @@ def _equal_shares(sizes: Positions, count: int) -> Positions:
 
 
 def statistics(
-    open_session: Callable[[Sequence[str]], Session], batches: Iterable[Batch], names: Sequence[str]
+    open_session: Callable[[Sequence[str]], FeedRunner], batches: Iterable[Batch], names: Sequence[str]
 ) -> npt.NDArray[np.float64]:
     """Mean and greatest magnitude of a few activations for each sample, standardised over the samples.
 

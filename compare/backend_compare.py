@@ -38,7 +38,7 @@ _PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 
 @dataclass(frozen=True)
-class Measured:
+class BackendDistances:
     """Distances from ONNX Runtime by value name, summed over the feeds that were run."""
 
     distances: Mapping[str, Distance]  # of every value that the session gives
@@ -202,7 +202,7 @@ def _written_types(model: ir.Model) -> dict[str, str]:
     return types
 
 
-def measure(model: Path, session: BackendSession, feeds: Sequence[Feed]) -> Measured:
+def measure(model: Path, session: BackendSession, feeds: Sequence[Feed]) -> BackendDistances:
     """Runs ONNX Runtime, on the file as it is written, and a session on every feed that fits.
 
     Of types that ONNX Runtime's CPU lacks (float4, bfloat16) or does not round to, it runs the emulation.
@@ -229,18 +229,18 @@ def measure(model: Path, session: BackendSession, feeds: Sequence[Feed]) -> Meas
                 if name in indices and np.shape(sides[0]) == np.shape(sides[1]):
                     sides = resolved(indices[name], expected, sides)
                 total[name] = total.get(name, Distance()) + diff_arrays(*sides)
-    return Measured(total, types_of(reference), ran, len(feeds) - ran)
+    return BackendDistances(total, types_of(reference), ran, len(feeds) - ran)
 
 
 def _measure_inner(
-    backend: Backend, model: Path, inner: Sequence[str], feeds: Sequence[Feed], whole: Measured
-) -> tuple[Measured, list[str]]:
+    backend: Backend, model: Path, inner: Sequence[str], feeds: Sequence[Feed], whole: BackendDistances
+) -> tuple[BackendDistances, list[str]]:
     """The inner values that the backend gives, and a note about those that it does not give.
 
     To read a value may change what the runtime computes, not only how it fuses: openvino's int8 kernels go wrong where
     a convolution's output is read beside the Relu behind it. So the outputs must stay what they are without taps.
     """
-    nothing = Measured({}, {}, 0, 0)
+    nothing = BackendDistances({}, {}, 0, 0)
     fused = _fused_away(model)
     without_fused = [name for name in inner if name not in fused]
     # With all of them first: most runtimes read any value without harm.
@@ -265,7 +265,7 @@ def _measure_inner(
     ]
 
 
-def _is_disturbed(whole: Measured, tapped: Measured) -> bool:
+def _is_disturbed(whole: BackendDistances, tapped: BackendDistances) -> bool:
     """Whether the outputs of a session with taps are further from those without than other roundings take them."""
     for name, before in whole.distances.items():
         after = tapped.distances.get(name, before)
@@ -287,7 +287,7 @@ def _fused_away(model: Path) -> set[str]:
     return fused
 
 
-def _outside(whole: Measured) -> list[str]:
+def _outside(whole: BackendDistances) -> list[str]:
     if not whole.outside:
         return []
     return [f"{whole.outside} probes lie outside of every profile and were not run."]

@@ -40,7 +40,7 @@ _WHOLE = frozenset(code for name, code in CODES.items() if name.startswith(("boo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class JumpingValue:
     """A value that jumps: the operator that computes it, its operands, and the target type of a Cast."""
 
     op: str
@@ -49,10 +49,10 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
+class JumpingValues:
     """All values of a graph that jump."""
 
-    by_value: Mapping[str, Step]  # the steps by value name
+    by_value: Mapping[str, JumpingValue]  # the steps by value name
     constants: Mapping[str, Array]  # stored tensors that they compare with
 
     def operands(self, value: str) -> frozenset[str]:
@@ -105,9 +105,9 @@ class Steps:
         return np.broadcast_to(np.logical_or.reduce(np.broadcast_arrays(*present)), result.shape)
 
 
-def steps(graph: ir.Graph) -> Steps:
+def steps(graph: ir.Graph) -> JumpingValues:
     """The values of the main graph that jump."""
-    by_value: dict[str, Step] = {}
+    by_value: dict[str, JumpingValue] = {}
     constants: dict[str, Array] = {}
     for node in graph:
         to = node.attributes.get_int("to", 0)
@@ -122,12 +122,12 @@ def steps(graph: ir.Graph) -> Steps:
         inputs = node.inputs
         if node.op_type in _CARRIERS:
             inputs = inputs[:1]
-        by_value[first_output(node)] = Step(op=node.op_type, inputs=tuple(names(inputs)), to=to)
+        by_value[first_output(node)] = JumpingValue(op=node.op_type, inputs=tuple(names(inputs)), to=to)
         for value in inputs:
             tensor = stored_tensor(value)
             if tensor is not None and value is not None:
                 constants.setdefault(value.name or "", tensor.numpy())
-    return Steps(by_value=by_value, constants=constants)
+    return JumpingValues(by_value=by_value, constants=constants)
 
 
 def blamed(rows: Sequence[LayerDiff], graph: ir.Graph) -> tuple[LayerDiff, ...]:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from layerline.backends.base import Array, Feed
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.backends.subprocess_build import GB, Limits, Log, bounded, machine_memory
+from layerline.backends.subprocess_build import GB, Limits, OutputLog, bounded, machine_memory
 from layerline.compare.channel_errors import channel_errors
 from layerline.compare.compare_models import compare
 from layerline.compare.output_effects import with_effects
@@ -53,7 +53,7 @@ class Further:
     order: Order = "own"
 
 
-def compare_files(reference: Path, candidate: Path, data: Path, log: Log, further: Further) -> Report:
+def compare_files(reference: Path, candidate: Path, data: Path, log: OutputLog, further: Further) -> Report:
     """Compares two files in a process of its own, whose memory and time are bounded.
 
     Raises StageError for a file that can't be run or takes too much, ConfigError for inputs or samples that don't fit.
@@ -77,7 +77,9 @@ def compare_files(reference: Path, candidate: Path, data: Path, log: Log, furthe
     return replace(report, reference=f"{reference} on onnxruntime", candidate=f"{candidate} on onnxruntime")
 
 
-def compare_within(reference: Path, candidate: Path, data: Path, memory: int, further: Further, log: Log) -> Report:
+def compare_within(
+    reference: Path, candidate: Path, data: Path, memory: int, further: Further, log: OutputLog
+) -> Report:
     """The comparison itself, in this process; `memory` is what the values of a model may take, in bytes."""
     arrays = npz.read(data)
     models = [_read(path, arrays, memory) for path in (reference, candidate)]
@@ -91,7 +93,7 @@ def compare_within(reference: Path, candidate: Path, data: Path, memory: int, fu
     return _compared(models[0], models[1], feeds, notes, log, further)
 
 
-def compare_stages(reference: Path, candidate: Path, log: Log, further: Further) -> Report:
+def compare_stages(reference: Path, candidate: Path, log: OutputLog, further: Further) -> Report:
     """Compares the models in two artifacts on the probes of the first, in this process.
 
     Raises StageError for a model that onnxruntime can't run, ConfigError where the two take other inputs.
@@ -134,7 +136,7 @@ def _compared(
     candidate: ir.Model,
     feeds: Sequence[Feed],
     notes: list[str],
-    log: Log,
+    log: OutputLog,
     further: Further,
     emulation: Collection[str] = (),
 ) -> Report:

@@ -80,7 +80,7 @@ def _with(array: Array, special: tuple[int, ...], turn: int) -> Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samples:
+class SampleArrays:
     """Arrays by input name, whose first axis counts samples.
 
     Attributes:
@@ -145,7 +145,7 @@ class Samples:
         return np.asarray(array, order="C")
 
 
-def samples(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) -> Samples:
+def samples(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) -> SampleArrays:
     """Checks arrays against the model's inputs and casts them to their types. The answers are left out.
 
     Raises ConfigError: an unknown or missing name, a rank, size or type that does not fit, a number beyond the
@@ -182,7 +182,7 @@ def samples(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) ->
     count = 1
     if lengths:
         count = lengths[0]
-    return Samples(inputs=tuple(inputs), arrays=cast, whole=frozenset(whole), count=count, numbers=numbers)
+    return SampleArrays(inputs=tuple(inputs), arrays=cast, whole=frozenset(whole), count=count, numbers=numbers)
 
 
 def _cast(array: Array, value: Value, where: str) -> Array:

@@ -12,11 +12,11 @@ from layerline.backends.base import Feed
 from layerline.export.probe_files import drawn
 from layerline.export.signature import Value
 from layerline.graph.analysis.ir_queries import stored_tensor
-from layerline.onnx_import.feed_sources import WIDE, Drawn, Samples
+from layerline.onnx_import.feed_sources import WIDE, Drawn, SampleArrays
 from layerline.onnx_import.size_search import BATCH, Feeder, sizes_text
 from layerline.pipeline.errors import ConfigError, StageError
 
-Range = tuple[int, int]
+IntegerRange = tuple[int, int]
 """Lowest and highest integer, both included."""
 # The numbers stay the same through these.
 _PASSING = frozenset(
@@ -30,11 +30,11 @@ class Fed:
     """Feeds, the likeliest first; ranges of integer inputs, by name; and what each input was fed with, in words."""
 
     feeds: list[Feed]
-    ranges: Mapping[str, Range]
+    ranges: Mapping[str, IntegerRange]
     values: Mapping[str, str]
 
 
-def ranges(model: ir.Model, inputs: Sequence[Value], declared: Mapping[str, Range]) -> dict[str, Range]:
+def ranges(model: ir.Model, inputs: Sequence[Value], declared: Mapping[str, IntegerRange]) -> dict[str, IntegerRange]:
     """Ranges of integer inputs: as declared, otherwise the rows of the table that they index.
 
     Raises ConfigError for a range of no input, or of one that holds no integers.
@@ -45,7 +45,7 @@ def ranges(model: ir.Model, inputs: Sequence[Value], declared: Mapping[str, Rang
             names = ", ".join(sorted(integers)) or "none"
             what = f"there is no integer input {name!r}"
             raise ConfigError(what, where=f"ranges.{name}", hint=f"integer inputs: {names}")
-    ranges: dict[str, Range] = {}
+    ranges: dict[str, IntegerRange] = {}
     for name in sorted(integers):
         rows = table_rows(model, name)
         if rows:
@@ -53,7 +53,7 @@ def ranges(model: ir.Model, inputs: Sequence[Value], declared: Mapping[str, Rang
     return ranges | dict(declared)
 
 
-def from_samples(feeder: Feeder, samples: Samples, count: int, ranges: Mapping[str, Range]) -> Fed:
+def from_samples(feeder: Feeder, samples: SampleArrays, count: int, ranges: Mapping[str, IntegerRange]) -> Fed:
     """Feeds of samples: the first ones, `count` more, other sizes, and integers over their whole range.
 
     Raises StageError where the model refuses the samples, ConfigError where they lie outside of a range.
@@ -79,7 +79,7 @@ def from_samples(feeder: Feeder, samples: Samples, count: int, ranges: Mapping[s
     return Fed(feeds=feeds, ranges=ranges, values=dict.fromkeys(feeds[0], f"{samples.count} samples"))
 
 
-def _over(feed: Feed, ranges: Mapping[str, Range]) -> Feed:
+def _over(feed: Feed, ranges: Mapping[str, IntegerRange]) -> Feed:
     """The feed with other integers, drawn over these ranges."""
     changed = dict(feed)
     for name, (low, high) in ranges.items():
@@ -87,7 +87,7 @@ def _over(feed: Feed, ranges: Mapping[str, Range]) -> Feed:
     return changed
 
 
-def _misfit(feeder: Feeder, samples: Samples, first: Mapping[str, int], error: str) -> StageError:
+def _misfit(feeder: Feeder, samples: SampleArrays, first: Mapping[str, int], error: str) -> StageError:
     """The error for samples that the model refuses; if it runs on another number of them, with that number."""
     refusal = StageError(f"the model does not run on the samples: {error}", where="data")
     batches = {name: first[name] for name in sorted(samples.batches())}
@@ -107,7 +107,7 @@ def _misfit(feeder: Feeder, samples: Samples, first: Mapping[str, int], error: s
     return refusal
 
 
-def from_nothing(feeder: Feeder, ranges: Mapping[str, Range]) -> Fed:
+def from_nothing(feeder: Feeder, ranges: Mapping[str, IntegerRange]) -> Fed:
     """Feeds of numbers drawn with a fixed seed, at the first sizes that the model takes and at others.
 
     Raises StageError if it takes none of those that were tried.
@@ -130,7 +130,7 @@ def from_nothing(feeder: Feeder, ranges: Mapping[str, Range]) -> Fed:
     raise StageError(what, where="import-onnx", hint=hint)
 
 
-def _next(feeder: Feeder, samples: Samples, count: int, batch: int, first: Mapping[str, int]) -> list[Feed]:
+def _next(feeder: Feeder, samples: SampleArrays, count: int, batch: int, first: Mapping[str, int]) -> list[Feed]:
     """Samples after the first ones: all at once if the model takes any number, otherwise in feeds of its own size."""
     feeds: list[Feed] = []
     batches = samples.batches()
@@ -149,10 +149,10 @@ def _next(feeder: Feeder, samples: Samples, count: int, batch: int, first: Mappi
     return feeder.taken(feeds)
 
 
-def _guesses(inputs: Sequence[Value], ranges: Mapping[str, Range]) -> list[dict[str, Range]]:
+def _guesses(inputs: Sequence[Value], ranges: Mapping[str, IntegerRange]) -> list[dict[str, IntegerRange]]:
     """Ranges to try for integers without one, the widest first: a model that takes negative ones must be proved on
     them."""
-    widest: dict[str, Range] = {}
+    widest: dict[str, IntegerRange] = {}
     for value in inputs:
         kind = np.dtype(value.dtype).kind
         if value.name in ranges:
@@ -167,7 +167,7 @@ def _guesses(inputs: Sequence[Value], ranges: Mapping[str, Range]) -> list[dict[
     return [widest, dict.fromkeys(widest, (0, WIDE)), dict.fromkeys(widest, (0, 1))]
 
 
-def _drawn(feeder: Feeder, spans: Mapping[str, Range], ranges: Mapping[str, Range]) -> Drawn:
+def _drawn(feeder: Feeder, spans: Mapping[str, IntegerRange], ranges: Mapping[str, IntegerRange]) -> Drawn:
     """A source of random numbers. It includes the numbers that the graph compares an input with, within its range."""
     special: dict[str, tuple[int, ...]] = {}
     for name in spans:
@@ -178,7 +178,7 @@ def _drawn(feeder: Feeder, spans: Mapping[str, Range], ranges: Mapping[str, Rang
     return Drawn(inputs=tuple(feeder.inputs), ranges=spans, special=special)
 
 
-def _in_words(value: Value, source: Drawn, ranges: Mapping[str, Range]) -> str:
+def _in_words(value: Value, source: Drawn, ranges: Mapping[str, IntegerRange]) -> str:
     if value.name not in source.ranges:
         if value.dtype == "bool":
             return "true and false at random"

@@ -23,7 +23,7 @@ from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
 from layerline.parity import evaluate, flipped_samples
 from layerline.parity.evaluate import Predictions, own_metric
-from layerline.parity.paired_metric import Interval, intervals
+from layerline.parity.paired_metric import MetricInterval, intervals
 from layerline.parity.slice_metrics import by_slice, flipped
 from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric, refuse_unmeasured
 from layerline.pipeline.errors import TaskError
@@ -31,7 +31,7 @@ from layerline.pipeline.inputs.batches import leaves, mapped
 from layerline.pipeline.inputs.metric import Metric, accuracy, score, scores
 from layerline.pipeline.report import FLIPPED, GAIN, NO_METRIC, OWN, UNMEASURED, Gate, LayerDiff, Order, Report, Scalar
 
-Scores = Mapping[str, float]
+MetricValues = Mapping[str, float]
 # Fewer dB than this are not worth a layer in float where accuracy was lost.
 LITTLE = 1.0
 # A search evaluates a quarter of the samples before all of them, if that is at least so many.
@@ -41,11 +41,11 @@ LARGE = 0.2
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class MetricPair:
     """The metric of both models, and what it was computed from."""
 
-    before: Scores
-    after: Scores
+    before: MetricValues
+    after: MetricValues
     predictions: Predictions
 
 
@@ -65,10 +65,10 @@ class Evaluation:
         self._samples = b""
         self._own_metric = own_metric(data.task)
         self.metric: Metric = self._own_metric or accuracy
-        self._last: tuple[ir.Model, Measured] | None = None
-        self._held: tuple[ir.Model, Measured] | None = None
+        self._last: tuple[ir.Model, MetricPair] | None = None
+        self._held: tuple[ir.Model, MetricPair] | None = None
 
-    def measure(self, converted: Converted) -> Measured | None:
+    def measure(self, converted: Converted) -> MetricPair | None:
         """The metric of the float and of the converted model; None where there is none, and `why` says the reason.
 
         Raises:
@@ -93,11 +93,11 @@ class Evaluation:
                 where="metric",
                 hint="give the same names whatever the outputs are",
             )
-        measured = Measured(before, after, predictions)
+        measured = MetricPair(before, after, predictions)
         self._last = converted.measured, measured
         return measured
 
-    def hopeless(self, converted: Converted, max_drop: MaxDrop) -> Measured | None:
+    def hopeless(self, converted: Converted, max_drop: MaxDrop) -> MetricPair | None:
         """The metric on the first samples, if these alone lose more than the budget allows on all.
 
         For a metric that is a mean over samples, the others can't make up for it: they lose nothing at best. None where
@@ -129,7 +129,7 @@ class Evaluation:
             return None
         if why or by_model["float"].keys() != by_model["result"].keys():
             return None
-        measured = Measured(by_model["float"], by_model["result"], predictions)
+        measured = MetricPair(by_model["float"], by_model["result"], predictions)
         for name, budget in by_metric(max_drop, measured.after).items():
             lost = budget.loss(measured.before[name], measured.after[name]) * rows / total
             if lost > budget.allowed(measured.before[name]):
@@ -149,7 +149,7 @@ class Evaluation:
             names = score(self.metric, few.outputs["float"], few.targets)
             by_metric(max_drop, names)
 
-    def shown(self, flips: Sequence[Mapping[str, Scalar]], measured: Measured) -> tuple[list[dict[str, Scalar]], str]:
+    def shown(self, flips: Sequence[Mapping[str, Scalar]], measured: MetricPair) -> tuple[list[dict[str, Scalar]], str]:
         """Some of the flipped samples as a page can show them, and a sentence where that fails."""
         if not flips:
             return [], ""
@@ -272,7 +272,9 @@ def measure(
     return Report(stage="", metrics=metrics, gates=tuple(gates), notes=tuple(notes), tables=tables)
 
 
-def _row(name: str, before: float, after: float, interval: Interval | None, budget: Budget | None) -> dict[str, Scalar]:
+def _row(
+    name: str, before: float, after: float, interval: MetricInterval | None, budget: Budget | None
+) -> dict[str, Scalar]:
     row: dict[str, Scalar] = {"metric": name, "float": before, "converted": after, "change": after - before}
     if interval is not None:
         row |= {"low_95": -interval.high, "high_95": -interval.low, "by": interval.method, "p": interval.p_value}
@@ -282,7 +284,12 @@ def _row(name: str, before: float, after: float, interval: Interval | None, budg
 
 
 def _gate(
-    name: str, before: float, after: float, interval: Interval | None, budget: Budget, records: Sequence[LayerDiff]
+    name: str,
+    before: float,
+    after: float,
+    interval: MetricInterval | None,
+    budget: Budget,
+    records: Sequence[LayerDiff],
 ) -> Gate:
     expected = f"a {budget.word} of at most {budget.shown}"
     if isinstance(budget.amount, str):
@@ -306,7 +313,7 @@ def _gate(
     return Gate(f"{name} budget", passed, change, expected, hint)
 
 
-def _remarks(name: str, before: float, interval: Interval | None, budget: Budget) -> list[str]:
+def _remarks(name: str, before: float, interval: MetricInterval | None, budget: Budget) -> list[str]:
     """What a reader should know of a budget: one sample is worth more, or it may be meant in per cent."""
     allowed = budget.allowed(before)
     if interval is not None and interval.method == "McNemar" and allowed < 1 / interval.before.size:

@@ -24,7 +24,7 @@ from layerline.pipeline.report import Report
 
 
 @dataclass(frozen=True)
-class Result:
+class ConversionResult:
     """What every way leaves."""
 
     converted: Converted  # the converted model beside its reference
@@ -41,27 +41,27 @@ class Conversion:
     probes: list[Feed]  # inputs on which layers are compared
     evaluation: Evaluation  # measures the task's metric
 
-    def half(self) -> Result:
+    def half(self) -> ConversionResult:
         """Half precision wherever it is safe."""
         fields = self.fields
         greatest = convert.greatest_values(self.model, self.data, self.probes)
         unchanged = convert.unchanged(self.model)
         single = self._formats.single
-        return Result(convert.to_half(unchanged, greatest, fields.mode, skip=fields.skip, single=single))
+        return ConversionResult(convert.to_half(unchanged, greatest, fields.mode, skip=fields.skip, single=single))
 
-    def own_qdq(self) -> Result:
+    def own_qdq(self) -> ConversionResult:
         """The model with the Q/DQ that it brings."""
-        return Result(convert.with_own_qdq(self.model, self._rules))
+        return ConversionResult(convert.with_own_qdq(self.model, self._rules))
 
-    def quantized(self) -> Result:
+    def quantized(self) -> ConversionResult:
         """Calibrated, with the repairs and the formats that are asked for."""
         fields = self.fields
         calibrated = self.calibrated(self.model)
         if not calibrated.layers() or not (self.repairs or fields.search):
-            return Result(self.finished(calibrated)[1])
+            return ConversionResult(self.finished(calibrated)[1])
         repaired = self.repaired(calibrated)
         if not fields.search:
-            return Result(repaired.converted, (repaired.added_to,))
+            return ConversionResult(repaired.converted, (repaired.added_to,))
         # What the budget does not allow in the mode's format is tried in these, the cheapest first.
         others: list[str] = []
         if fields.try_fp8:
@@ -79,7 +79,7 @@ class Conversion:
         outcome = search.run()
         # It names the fields of pipe.yaml that fix what was chosen.
         addition = functools.partial(outcome.added_to, model=self.model, layers=fields.layers)
-        return Result(outcome.converted, (addition,))
+        return ConversionResult(outcome.converted, (addition,))
 
     def calibrated(self, model: ir.Model) -> Calibrated:
         """Calibrates a float model: the given one, or one whose channels a repair scaled."""
@@ -146,7 +146,7 @@ class Conversion:
         return self.fields.budget or SEARCH_DROP
 
     @functools.cached_property
-    def judge(self) -> search_judge.Judge:
+    def judge(self) -> search_judge.JudgeConverted:
         """Judges a model by the budget of the metrics or, without one, by the outputs."""
         return search_judge.judge(self.evaluation, self.data, self.probes, self.budget, self.bounds)
 

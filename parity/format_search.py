@@ -32,7 +32,7 @@ from layerline.graph.quantization.cost_model import CostModel
 from layerline.graph.quantization.naming import matching, module_of
 from layerline.graph.quantization.targets import FORMATS, OPS
 from layerline.parity.repair_steps import Repaired
-from layerline.parity.search_judge import Judge, Verdict
+from layerline.parity.search_judge import JudgeConverted, Verdict
 from layerline.pipeline.report import Gate, Report, Scalar, decibels
 
 # No further group of layers is tried after so many; each of `Search.others` has at least one.
@@ -42,7 +42,7 @@ LEAST_SAVING = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SearchOutcome:
     """The assignment that the search ended with."""
 
     converted: Converted  # the model
@@ -105,7 +105,7 @@ class Search:
     # The model in which these layers are not quantised as the mode says, and have the formats of the second argument,
     # or else stay float.
     make: Make
-    judge: Judge  # evaluates a model on the budget
+    judge: JudgeConverted  # evaluates a model on the budget
     float_format: str  # what stays float: "fp32", or a half type
     others: Sequence[str]  # formats that are tried for what stays float, the cheapest first: fp8, a half type
     log: Callable[[str], None]  # called with one line for each evaluation
@@ -120,7 +120,7 @@ class Search:
         self._verdicts[kept] = self.start.verdict
         self._best = self.start.verdict, kept, self.start.converted
 
-    def run(self) -> Outcome:
+    def run(self) -> SearchOutcome:
         """Searches; the outcome has a failed gate where no layer could be quantised."""
         self._quantized = self.calibrated.layers()
         self._layers = list(self._quantized)
@@ -249,7 +249,7 @@ class Search:
                 middle = len(group) // 2
                 groups = [group[:middle], group[middle:], *groups]
 
-    def _outcome(self, kept: frozenset[str], converted: Converted) -> Outcome:
+    def _outcome(self, kept: frozenset[str], converted: Converted) -> SearchOutcome:
         for name in self.others:
             converted = self._in_format(kept, name, converted)
         # Half precision has its own reasons to leave a layer in float32, such as its range; fp8 has no form of a pool.
@@ -287,7 +287,7 @@ class Search:
     def _formats(self, kept: frozenset[str]) -> dict[str, str]:
         return {**self._quantized, **dict.fromkeys(kept, self.float_format)}
 
-    def _impossible(self) -> Outcome:
+    def _impossible(self) -> SearchOutcome:
         verdict, kept, converted = self._best
         count = len(self._layers) - len(kept)
         reached = f"the best reached is {verdict.seen}, with {count} of {len(self._layers)} layers in {self._names()}"
@@ -295,7 +295,7 @@ class Search:
         gate = Gate("search", False, reached, f"the budget kept with at least one layer in {self._names()}", hint)
         return self._result(converted, self._formats(kept), (gate,))
 
-    def _result(self, converted: Converted, formats: Mapping[str, str], gates: tuple[Gate, ...]) -> Outcome:
+    def _result(self, converted: Converted, formats: Mapping[str, str], gates: tuple[Gate, ...]) -> SearchOutcome:
         in_float = self._costs.cost({}, self.float_format) or 1.0
         nodes = {first_output(node): node for node in self.calibrated.model.graph}
         rows: list[Mapping[str, Scalar]] = []
@@ -317,7 +317,7 @@ class Search:
             if name in nodes and nodes[name].op_type in OPS:
                 place: dict[str, Scalar] = {"layer": module_of(nodes[name]), "value": name, "op": nodes[name].op_type}
                 rows.append({**place, "format": "float", "why": reason})
-        return Outcome(
+        return SearchOutcome(
             converted=converted,
             formats=formats,
             quantized=self._quantized,

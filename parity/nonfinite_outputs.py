@@ -22,7 +22,7 @@ from layerline.pipeline.inputs.batches import leaves
 Mask = npt.NDArray[np.bool_]
 
 
-class Watch:
+class NonFiniteWatch:
     """Looks at the outputs of all stages batch by batch, for NaN and Inf that the stage before does not have."""
 
     def __init__(self, folders: Mapping[str, Path]) -> None:

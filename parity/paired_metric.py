@@ -31,7 +31,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval:
+class MetricInterval:
     """The 95 % interval of before - after, for one metric."""
 
     # Its ends, in the metric's units.
@@ -47,7 +47,7 @@ class Interval:
 
 def intervals(
     metric: Metric, before: Any, after: Any, targets: Any, totals: tuple[Mapping[str, float], Mapping[str, float]]
-) -> tuple[dict[str, Interval], str]:
+) -> tuple[dict[str, MetricInterval], str]:
     """The interval of every metric, and a sentence where there are none."""
     lengths = {np.shape(array)[:1] for array in leaves([before, after, targets])}
     if len(lengths) != 1 or lengths == {()}:
@@ -66,7 +66,7 @@ def intervals(
     groups = [np.arange(start, samples, SINGLE) for start in range(min(samples, SINGLE))]
     rows = _on_each(metric, (before, after), targets, groups)
     sizes = np.array([len(group) for group in groups], np.float64)
-    result: dict[str, Interval] = {}
+    result: dict[str, MetricInterval] = {}
     others: list[str] = []
     for name in totals[0]:
         if name in rows and _is_mean(rows[name], sizes, (totals[0][name], totals[1][name])):
@@ -123,7 +123,7 @@ def _is_mean(rows: tuple[Numbers, Numbers], sizes: Numbers, totals: tuple[float,
     return True
 
 
-def _of_rows(before: Numbers, after: Numbers, sizes: Numbers) -> Interval:
+def _of_rows(before: Numbers, after: Numbers, sizes: Numbers) -> MetricInterval:
     single = bool((sizes == 1).all())
     if single and np.isin(before, (0, 1)).all() and np.isin(after, (0, 1)).all():
         return _mcnemar(before, after)
@@ -135,10 +135,12 @@ def _of_rows(before: Numbers, after: Numbers, sizes: Numbers) -> Interval:
         chosen = rng.integers(0, sizes.size, sizes.size)
         means[draw] = losses[chosen] @ sizes[chosen] / sizes[chosen].sum()
     low, high = np.percentile(means, (2.5, 97.5))
-    return Interval(low=float(low), high=float(high), method="bootstrap", before=before, after=after, single=single)
+    return MetricInterval(
+        low=float(low), high=float(high), method="bootstrap", before=before, after=after, single=single
+    )
 
 
-def _mcnemar(before: Numbers, after: Numbers) -> Interval:
+def _mcnemar(before: Numbers, after: Numbers) -> MetricInterval:
     worse = int(np.sum((before == 1) & (after == 0)))
     better = int(np.sum((before == 0) & (after == 1)))
     changed = worse + better
@@ -149,7 +151,7 @@ def _mcnemar(before: Numbers, after: Numbers) -> Interval:
     share_worse, share_better = (worse + 1) / samples, (better + 1) / samples
     centre = share_worse - share_better
     width = NORMAL_95 * math.sqrt((share_worse + share_better - centre**2) / samples)
-    return Interval(
+    return MetricInterval(
         low=max(-1.0, centre - width),
         high=min(1.0, centre + width),
         method="McNemar",
@@ -160,11 +162,11 @@ def _mcnemar(before: Numbers, after: Numbers) -> Interval:
     )
 
 
-def _jackknife(before: Numbers, after: Numbers, loss: float) -> Interval:
+def _jackknife(before: Numbers, after: Numbers, loss: float) -> MetricInterval:
     """Of the values without one group each."""
     losses = before - after
     spread = losses - losses.mean()
     error = math.sqrt((GROUPS - 1) / GROUPS * float(spread @ spread))
     none = np.zeros(0)
     width = STUDENT_95 * error
-    return Interval(low=loss - width, high=loss + width, method="jackknife", before=none, after=none)
+    return MetricInterval(low=loss - width, high=loss + width, method="jackknife", before=none, after=none)

@@ -10,7 +10,7 @@ from layerline.calib.hold_out import TOO_FEW
 from layerline.graph.quantization import measured_plan
 from layerline.graph.quantization.convert import Calibrated, Converted
 from layerline.graph.quantization.repairs import Repairer
-from layerline.parity.search_judge import Judge, Verdict
+from layerline.parity.search_judge import JudgeConverted, Verdict
 from layerline.pipeline.config.quantize_fields import Repair
 from layerline.pipeline.report import Report, Scalar
 
@@ -43,7 +43,7 @@ def run(
     *,
     repairer: Repairer,
     finish: Callable[[Calibrated], tuple[Calibrated, Converted]],
-    judge: Judge,
+    judge: JudgeConverted,
     stop: bool,
     log: Callable[[str], None],
 ) -> Repaired:

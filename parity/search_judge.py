@@ -10,7 +10,7 @@ from layerline.backends.base import Feed
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
 from layerline.parity import output_sqnr
-from layerline.parity.accuracy_budget import Evaluation, Measured
+from layerline.parity.accuracy_budget import Evaluation, MetricPair
 from layerline.pipeline.config.budgets import MaxDrop, by_metric
 
 
@@ -25,12 +25,12 @@ class Verdict:
     noise: float | None = None
 
 
-Judge = Callable[[Converted], Verdict]
+JudgeConverted = Callable[[Converted], Verdict]
 
 
 def judge(
     evaluation: Evaluation, data: CalibrationData, probes: Sequence[Feed], max_drop: MaxDrop, bounds: output_sqnr.Bounds
-) -> Judge:
+) -> JudgeConverted:
     """The judge of a task.
 
     Args:
@@ -52,7 +52,7 @@ def judge(
     return verdict
 
 
-def first_samples_first(exact: Judge, evaluation: Evaluation, max_drop: MaxDrop) -> Judge:
+def first_samples_first(exact: JudgeConverted, evaluation: Evaluation, max_drop: MaxDrop) -> JudgeConverted:
     """The same judge, which ends at the first samples where these alone lose more than the budget allows on all."""
 
     def verdict(converted: Converted) -> Verdict:
@@ -65,7 +65,7 @@ def first_samples_first(exact: Judge, evaluation: Evaluation, max_drop: MaxDrop)
     return verdict
 
 
-def _by_metric(measured: Measured, max_drop: MaxDrop) -> Verdict:
+def _by_metric(measured: MetricPair, max_drop: MaxDrop) -> Verdict:
     lacks: list[float] = []
     texts: list[str] = []
     passed = True

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from layerline.parity.evaluate import Predictions
-from layerline.parity.paired_metric import Interval, rows_of
+from layerline.parity.paired_metric import MetricInterval, rows_of
 from layerline.pipeline.config.budgets import Budget, usual
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.metric import Metric, score
@@ -58,7 +58,7 @@ def by_slice(metric: Metric, predictions: Predictions, budgets: Mapping[str, Bud
     return [row for _, row in losses], sentence
 
 
-def flipped(intervals: Mapping[str, Interval], predictions: Predictions) -> tuple[list[Row], str]:
+def flipped(intervals: Mapping[str, MetricInterval], predictions: Predictions) -> tuple[list[Row], str]:
     """The samples that became wrong, then those that became right, by their number in eval_data().
 
     Of metrics that are 0 or 1 for each sample. The sentence says how many rows were left out.

@@ -16,7 +16,7 @@ from layerline.graph.io import onnx_files
 from layerline.graph.quantization import convert
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.parity import evaluate, nonfinite_outputs
-from layerline.parity.paired_metric import Interval, intervals
+from layerline.parity.paired_metric import MetricInterval, intervals
 from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric, usual
 from layerline.pipeline.diagnosis.evidence import NonFinite
 from layerline.pipeline.errors import PipeError, TaskError
@@ -63,7 +63,7 @@ def measure(work: Work, folders: Mapping[str, Path], modules: Mapping[str, Opene
     batches = iter(samples)
     first = next(batches)
     sessions, skipped = _opened(folders, modules, first)
-    watch = nonfinite_outputs.Watch(folders)
+    watch = nonfinite_outputs.NonFiniteWatch(folders)
     batches = data.evaluated.through(itertools.chain([first], _counted(batches, work)))
     predictions = evaluate.predict(sessions, batches, watch)
     nonfinite = watch.by_stage()
@@ -106,7 +106,7 @@ def _judged(
             if own_metric is not None and rows:
                 losses.setdefault(stage, f"metric() fails on its outputs: {error.what}")
             break
-        certainty: Mapping[str, Interval] = {}
+        certainty: Mapping[str, MetricInterval] = {}
         budgets: Mapping[str, Budget] = {}
         if earlier:
             certainty, no_interval = intervals(metric, outputs[earlier], outputs[stage], targets, (then, now))
@@ -126,7 +126,9 @@ def _judged(
     return rows, notes
 
 
-def _row(stage: str, name: str, value: float, before: float | None, interval: Interval | None) -> dict[str, Scalar]:
+def _row(
+    stage: str, name: str, value: float, before: float | None, interval: MetricInterval | None
+) -> dict[str, Scalar]:
     row: dict[str, Scalar] = {"stage": stage, "metric": name, "value": value}
     if before is not None:
         row["change"] = value - before
@@ -135,7 +137,7 @@ def _row(stage: str, name: str, value: float, before: float | None, interval: In
     return row
 
 
-def _lost(budget: Budget, before: float, after: float, interval: Interval | None) -> bool:
+def _lost(budget: Budget, before: float, after: float, interval: MetricInterval | None) -> bool:
     """Whether the loss is beyond the budget, and more than noise."""
     if budget.passes(before, after) or math.isnan(before):
         return False

@@ -35,7 +35,7 @@ def _cosine(value: float) -> float:
     return value
 
 
-Distance = Annotated[float, AfterValidator(_not_negative)]
+DistanceNumber = Annotated[float, AfterValidator(_not_negative)]
 Cosine = Annotated[float, AfterValidator(_cosine)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Measure = Literal["max_abs", "mean_abs", "rel_l2"]
@@ -95,9 +95,9 @@ class LayerDiff:
     module: str = ""
     shape: tuple[int | str, ...] = ()
     dtype: str = ""
-    max_abs: Distance | None = None
-    mean_abs: Distance | None = None
-    rel_l2: Distance | None = None
+    max_abs: DistanceNumber | None = None
+    mean_abs: DistanceNumber | None = None
+    rel_l2: DistanceNumber | None = None
     cosine: Cosine | None = None
     sqnr_db: float | None = None
     nonfinite_a: Count = 0

@@ -227,7 +227,7 @@ _OURS = "layerline"
 _DISTRIBUTION = re.compile(r"[A-Za-z0-9._-]+")
 
 
-class Guard(MetaPathFinder):
+class ModuleNameGuard(MetaPathFinder):
     """Keeps a project's `queue.py` or `onnx.py` from hiding the module of that name that torch or Layerline imports.
 
     The project's folder comes first on the import path. For such names the installed module is imported anyway.
@@ -265,7 +265,7 @@ class Guard(MetaPathFinder):
         return installed
 
 
-GUARD = Guard()
+GUARD = ModuleNameGuard()
 
 
 @cache

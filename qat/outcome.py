@@ -10,7 +10,7 @@ from layerline.backends.base import Feed
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
 from layerline.parity import output_sqnr, quantization_report
-from layerline.parity.accuracy_budget import Measured
+from layerline.parity.accuracy_budget import MetricPair
 from layerline.pipeline.report import OWN, Report, Row
 from layerline.qat.training import Trained
 
@@ -33,7 +33,7 @@ class QatOutcome:
 
     trained: Trained
     models: Mapping[str, Converted]
-    measured: Mapping[str, Measured | None]
+    measured: Mapping[str, MetricPair | None]
     result: str
     note: str
     data: CalibrationData

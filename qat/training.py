@@ -242,7 +242,7 @@ def _equal(graph: GraphModule, result: Calibrated, probes: Sequence[Feed]) -> Ga
     return Gate("quantised as trained", ratio <= 1, actual, "at most one step of the scale, in each value")
 
 
-def _freezing(loss: Loss, graph: GraphModule, run: train_loop.Run, step: int) -> Loss:
+def _freezing(loss: Loss, graph: GraphModule, run: train_loop.TrainingRun, step: int) -> Loss:
     """The same loss; from that optimizer step on the scales get no gradient, also after a resume."""
 
     def frozen_in_time(model: Any, batch: Any) -> Any:

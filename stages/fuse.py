@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from layerline.backends.base import Feed
     from layerline.graph.fusion.firing import Firing
     from layerline.graph.fusion.fuse import Rewritten
-    from layerline.graph.fusion.rule import Rule
+    from layerline.graph.fusion.rule import FusionRule
 
 COPIED = ("signature.json", "probes.safetensors", "floor.json")
 TABLE_ROWS = 200
@@ -158,7 +158,7 @@ class Fuse(Stage):
 
         return guilty(case.unfused, good, self._rules(), **self._options(fused))
 
-    def _rules(self) -> tuple[Rule, ...]:
+    def _rules(self) -> tuple[FusionRule, ...]:
         from layerline.graph.fusion.fuse import select
 
         return select(self.rules)

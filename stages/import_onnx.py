@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from layerline.backends.base import Array
-    from layerline.backends.subprocess_build import Limits, Log, Relay
+    from layerline.backends.subprocess_build import Limits, OutputLog, Relay
     from layerline.export.signature import Signature
     from layerline.onnx_import.feeds import Fed
     from layerline.onnx_import.normalize_import import Adopted
@@ -145,7 +145,7 @@ class ImportOnnx(Stage):
         report: Report = self._isolated(ImportOnnx._import, work.root, work.sources, work.out, log=work.log)
         return report
 
-    def _isolated(self, function: Callable[..., Any], root: Path, *args: Any, log: Log) -> Any:
+    def _isolated(self, function: Callable[..., Any], root: Path, *args: Any, log: OutputLog) -> Any:
         """What `function(self, root, limits, *args)` gives in a process of bounded memory and time."""
         from layerline.backends.subprocess_build import GB, Limits, bounded, machine_memory
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from layerline.export.signature import Signature
     from layerline.graph.quantization.calibration_data import CalibrationData
     from layerline.graph.quantization.convert import Converted
-    from layerline.parity.conversion import Conversion, Result
+    from layerline.parity.conversion import Conversion, ConversionResult
 
 COPIED = ("signature.json", "probes.safetensors")
 CALIBRATION_HOOKS = ("calib_data", "train_data", "eval_data")
@@ -161,14 +161,14 @@ class Quantize(QuantizeFields):
             holds_out=chooses or self.bias_correction or bool(self.repairs) or self.search,
         )
 
-    def _convert(self, work: Work, conversion: Conversion) -> Result:
+    def _convert(self, work: Work, conversion: Conversion) -> ConversionResult:
         """Converts the model in the way that its mode asks for, or its own Q/DQ."""
         from layerline.graph.quantization import convert, own_qdq
-        from layerline.parity.conversion import Result
+        from layerline.parity.conversion import ConversionResult
 
         model = conversion.model
         if self.mode == "none":
-            return Result(convert.unchanged(model))
+            return ConversionResult(convert.unchanged(model))
         if self.format not in FORMATS:
             return conversion.half()
         if self.mode == "qat":
@@ -182,15 +182,15 @@ class Quantize(QuantizeFields):
             return self._trained(work, conversion)
         return conversion.quantized()
 
-    def _trained(self, work: Work, conversion: Conversion) -> Result:
+    def _trained(self, work: Work, conversion: Conversion) -> ConversionResult:
         """Trains what was calibrated, with fake quantisation where its plan quantises."""
         from layerline.graph.quantization import rescaled_names
-        from layerline.parity.conversion import Result
+        from layerline.parity.conversion import ConversionResult
         from layerline.qat import outcome, training
 
         calibrated = conversion.calibrated(conversion.model)
         if not calibrated.layers():
-            return Result(conversion.finished(calibrated)[1])
+            return ConversionResult(conversion.finished(calibrated)[1])
         additions: list[Callable[[Report], Report]] = []
         models: dict[str, Converted] = {}
         start_name = outcome.PTQ
@@ -226,7 +226,7 @@ class Quantize(QuantizeFields):
             data=conversion.data,
             probes=conversion.probes,
         )
-        return Result(models[result_name], (qat.added_to, *additions))
+        return ConversionResult(models[result_name], (qat.added_to, *additions))
 
     def _report(self, converted: Converted, conversion: Conversion, signature: Signature, work: Work) -> Report:
         """What the conversion costs: by layer, at the outputs, and of the task's metric."""

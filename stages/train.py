@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from layerline.backends.base import Session
     from layerline.training.config.sections import Config
     from layerline.training.loop.step_engine import Lane
-    from layerline.training.run.train_loop import Run
-    from layerline.training.state.prove_resume import Proof
+    from layerline.training.run.train_loop import TrainingRun
+    from layerline.training.state.prove_resume import ResumeProof
 
 _DEFAULTS: Mapping[str, Any] = {
     "scheduler.name": "cosine", "scheduler.warmup_ratio": 0.05, "clip.max_norm": 1.0,
@@ -208,7 +208,7 @@ class Train(Stage):
         return rendezvous.device(self.device, "train.device")
 
 
-def _proved(proof: Proof, *, asked: int, interrupted: bool) -> Report:
+def _proved(proof: ResumeProof, *, asked: int, interrupted: bool) -> Report:
     notes: list[str] = []
     if interrupted:
         notes.append("too few steps are left of the interrupted training")
@@ -292,7 +292,7 @@ def _placed(error: ConfigError, raw: Any) -> ValidationError:
     return ValidationError.from_exception_data("Train", [details])
 
 
-def _report(run: Run, best: str) -> Report:
+def _report(run: TrainingRun, best: str) -> Report:
     from layerline.training.model.split_tensors import whole
     from layerline.training.run import train_loop
 
@@ -328,7 +328,7 @@ def _rejected(lane: Lane) -> str:
     return f"{steps} rejected: loss or gradients were not finite"
 
 
-def _record(run: Run, name: str, now: Tensor) -> LayerDiff:
+def _record(run: TrainingRun, name: str, now: Tensor) -> LayerDiff:
     from layerline.compare.arrays import tensor_row
 
     module = name.rpartition(".")[0]

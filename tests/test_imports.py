@@ -167,3 +167,20 @@ def test_files_beside_the_rooms_stand_below_them(name: str) -> None:
 def test_a_circle_of_imports_is_noticed() -> None:
     assert first_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
     assert first_circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_a_public_class_name_has_one_meaning() -> None:
+    classes: dict[str, list[str]] = {}
+    aliases: dict[str, list[str]] = {}
+    for file in FILES:
+        place = str(file.relative_to(ROOT))
+        for node in ast.parse(file.read_text("utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes.setdefault(node.name, []).append(place)
+            # The options of the command line have the names that users know.
+            elif isinstance(node, ast.Assign) and place != "views/options.py":
+                for target in node.targets:
+                    aliases.setdefault(ast.unparse(target), []).append(place)
+    shared = {name: places for name, places in classes.items() if len(places) > 1}
+    shared |= {name: classes[name] + aliases[name] for name in classes.keys() & aliases.keys()}
+    assert shared == {}

@@ -13,7 +13,7 @@ from functools import partial
 
 from markupsafe import Markup
 
-from layerline.pipeline.commands.lookup import Log
+from layerline.pipeline.commands.lookup import LogRows
 from layerline.pipeline.report import Scalar
 from layerline.views import canvas
 from layerline.views.canvas import GAP, HEAD, LEFT, RIGHT, STRIP, TITLE, TOP, Scale
@@ -80,7 +80,7 @@ def convergence(rows: Sequence[Mapping[str, Scalar]]) -> Markup:
     return curves(log, CONVERGENCE_STRIPS, "samples")
 
 
-def curves(rows: Log, drawn: Sequence[Strip] = STRIPS, axis_name: str = "steps") -> Markup:
+def curves(rows: LogRows, drawn: Sequence[Strip] = STRIPS, axis_name: str = "steps") -> Markup:
     """The figure of a log at each width, or nothing where it holds no step."""
     strips = {}
     for strip in drawn:
@@ -118,12 +118,12 @@ def _figure(strips: Mapping[Strip, Lines], axis_name: str, width: int) -> Markup
     return canvas.svg(width, bottom + AXIS, label, body)
 
 
-def validated(rows: Log) -> bool:
+def validated(rows: LogRows) -> bool:
     """Whether the metric of the weights that would ship was ever measured."""
     return any("metric_deploy" in row for row in rows)
 
 
-def _points(rows: Log, column: str) -> Points:
+def _points(rows: LogRows, column: str) -> Points:
     """The measurements of a column. Values that are not finite are left out: they have no place on a scale."""
     points = []
     for row in rows:

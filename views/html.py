@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from layerline.pipeline.commands import lookup
-from layerline.pipeline.commands.lookup import Log, PastRun
+from layerline.pipeline.commands.lookup import LogRows, PastRun
 from layerline.pipeline.commands.settings import changed, settings, versions
 from layerline.pipeline.config.project import as_options
 from layerline.pipeline.diagnosis import why
@@ -67,10 +67,10 @@ def page(
     run: Run,
     reports: Mapping[str, Report],
     missing: Sequence[str] = (),
-    logs: Mapping[str, Log] | None = None,
+    logs: Mapping[str, LogRows] | None = None,
     causes: Sequence[Cause] = (),
     others: Sequence[PastRun] = (),
-    plans: Mapping[str, Mapping[str, plan_tree.Entry]] | None = None,
+    plans: Mapping[str, Mapping[str, plan_tree.PlanEntry]] | None = None,
 ) -> str:
     """The run as a self-contained page; the same input gives the same text.
 
@@ -153,7 +153,7 @@ def _beside(now: PastRun, others: Sequence[PastRun]) -> dict[str, Any] | None:
     )
 
 
-def _plan(entries: Mapping[str, plan_tree.Entry], rows: Sequence[Followed]) -> TableView:
+def _plan(entries: Mapping[str, plan_tree.PlanEntry], rows: Sequence[Followed]) -> TableView:
     """The entries of a plan under their modules, in the network's order."""
     places = {row.layer: place for place, row in enumerate(rows)}
     cells = [(str(entry.get("module", "")), name, plan_tree.text(entry)) for name, entry in entries.items()]
@@ -162,7 +162,7 @@ def _plan(entries: Mapping[str, plan_tree.Entry], rows: Sequence[Followed]) -> T
 
 
 def _stage(
-    record: Record, report: Report | None, log: Log, layer_of: Mapping[str, str], *, earlier: bool
+    record: Record, report: Report | None, log: LogRows, layer_of: Mapping[str, str], *, earlier: bool
 ) -> dict[str, Any]:
     """What the page shows of a stage.
 

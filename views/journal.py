@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from layerline.pipeline.commands.lookup import Log
+from layerline.pipeline.commands.lookup import LogRows
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.files import write_own
 from layerline.pipeline.records.ledger import new_run_id
@@ -53,7 +53,7 @@ class Progress:
     total: int = 0
     figures: dict[str, str] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
-    logs: dict[str, Log] = field(default_factory=dict)  # rows of the training log by stage
+    logs: dict[str, LogRows] = field(default_factory=dict)  # rows of the training log by stage
 
 
 _PROGRESS = TypeAdapter(Progress)

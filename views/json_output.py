@@ -21,10 +21,10 @@ from layerline.pipeline.run.outcome import Outcome
 from layerline.pipeline.run.plan import Step, shown
 from layerline.views.follow import in_network_order
 
-Document = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
-def status(steps: Sequence[Step], states: Mapping[str, str]) -> Document:
+def status(steps: Sequence[Step], states: Mapping[str, str]) -> JsonObject:
     rows = [
         {
             "name": step.stage.name,
@@ -39,7 +39,7 @@ def status(steps: Sequence[Step], states: Mapping[str, str]) -> Document:
     return {"stages": rows}
 
 
-def run(done: Outcome, report: Report | None) -> Document:
+def run(done: Outcome, report: Report | None) -> JsonObject:
     """What a run did, with the tables and notes of a report."""
     document = done.to_json()
     if report is not None:
@@ -48,16 +48,16 @@ def run(done: Outcome, report: Report | None) -> Document:
     return document
 
 
-def proof(stage: str, report: Report, failure: PipeError | None) -> Document:
+def proof(stage: str, report: Report, failure: PipeError | None) -> JsonObject:
     """The result of `pipe resume --prove`."""
     return {"stage": stage, "passed": report.passed, **failure_fields(failure), "report": plain(report)}
 
 
 def why(
     report: Report, failure: PipeError | None, repro: Path | None, shown: LayerDiff | None, trial: Trial | None
-) -> Document:
+) -> JsonObject:
     """The result of `pipe why`; `shown` is the value that the model in the folder `repro` computes."""
-    document: Document = {"report": plain(report), **failure_fields(failure)}
+    document: JsonObject = {"report": plain(report), **failure_fields(failure)}
     if repro is not None:
         # null says that nothing could be shown; without --repro the key is absent.
         document["repro"] = None
@@ -71,7 +71,7 @@ def why(
     return document
 
 
-def runs(history: Iterable[Run]) -> Document:
+def runs(history: Iterable[Run]) -> JsonObject:
     """Each run with its settings, what differs from the run before, and its figures."""
     ordered = list(history)
     rows = []
@@ -100,10 +100,10 @@ def runs(history: Iterable[Run]) -> Document:
     return {"runs": rows}
 
 
-def explain(step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fingerprint]) -> Document:
+def explain(step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fingerprint]) -> JsonObject:
     before, new = old or {}, shown(step.parts)
     differing, waiting = changes(before, new), awaited(before, new, step.key)
-    parts: Document = {}
+    parts: JsonObject = {}
     for name, value in new.items():
         parts[name] = {"now": value, "before": before.get(name), "changed": name in differing}
     for name, (old_value, new_value) in differing.items():
@@ -126,13 +126,13 @@ def diff(
     top: int | None = None,
     failing: Sequence[Row] = (),
     failure: PipeError | None = None,
-) -> Document:
+) -> JsonObject:
     """The records in an order (only the first `top` of them), the other run's records of the same values, and the
     measures below the limits of `--fail-under`."""
     # Equal records keep the order of the network.
     report = replace(report, records=tuple(in_network_order(report.records)))
     report = replace(report, records=report.sorted(order)[:top])
-    document: Document = {"stage": stage, "run": None, "changed": [], "report": plain(report), "against": None}
+    document: JsonObject = {"stage": stage, "run": None, "changed": [], "report": plain(report), "against": None}
     document |= {"below": list(failing), **failure_fields(failure)}
     if beside is None:
         return document
@@ -143,19 +143,19 @@ def diff(
     return {**document, "run": beside.run.id, "changed": list(beside.changed), "against": plain(other)}
 
 
-def plain(report: Report) -> Document:
+def plain(report: Report) -> JsonObject:
     """A report as JSON: figures that are not finite are strings."""
     # Through the report's own text, which has one form for NaN and Inf.
-    document: Document = json.loads(report.to_json())
+    document: JsonObject = json.loads(report.to_json())
     return document
 
 
-def verify(checked: int, problems: Sequence[Problem], failure: PipeError | None) -> Document:
+def verify(checked: int, problems: Sequence[Problem], failure: PipeError | None) -> JsonObject:
     faults = [{"what": problem.what, "fault": problem.fault} for problem in problems]
     return {"checked": checked, **failure_fields(failure), "problems": faults}
 
 
-def gc(garbage: Sequence[Garbage] | None, *, dry_run: bool) -> Document:
+def gc(garbage: Sequence[Garbage] | None, *, dry_run: bool) -> JsonObject:
     """The result of `pipe gc`; None means that a run was in progress."""
     removed = garbage or ()
     size = sum(item.size for item in removed)

@@ -21,10 +21,10 @@ from layerline.views.screen import words
 FILE = "plan.json"
 # Levels of the tree, each four columns wide. What is below them has no room: the rest of its path is one line.
 DEEPEST = 10
-Entry = Mapping[str, Any]
+PlanEntry = Mapping[str, Any]
 
 
-def read(path: Path) -> dict[str, Entry]:
+def read(path: Path) -> dict[str, PlanEntry]:
     """The entries of a plan: quantised values by name, and layers that stay float by name and operator.
 
     Args:
@@ -38,7 +38,7 @@ def read(path: Path) -> dict[str, Entry]:
         file = path / FILE
     try:
         document = read_json(file)
-        entries: dict[str, Entry] = {}
+        entries: dict[str, PlanEntry] = {}
         for entry in document["values"]:
             name = str(entry["name"])
             if name in entries:  # layers of two formats read it
@@ -57,7 +57,7 @@ def read(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def text(entry: Entry | None) -> str:
+def text(entry: PlanEntry | None) -> str:
     """How a value is quantised, or why a layer stays float, in words."""
     if entry is None:
         return "no entry"
@@ -78,7 +78,7 @@ def text(entry: Entry | None) -> str:
     return f"{entry['dtype']}, {steps}, range by {entry['calibrator']}: {entry['why']}"
 
 
-def changes(entries: Mapping[str, Entry], others: Mapping[str, Entry]) -> list[dict[str, str]]:
+def changes(entries: Mapping[str, PlanEntry], others: Mapping[str, PlanEntry]) -> list[dict[str, str]]:
     """Values and layers whose entry differs between two plans, in the order of the first: module, and both texts."""
     rows: list[dict[str, str]] = []
     # In the order of the first plan; what only the second has comes last.
@@ -91,7 +91,7 @@ def changes(entries: Mapping[str, Entry], others: Mapping[str, Entry]) -> list[d
     return rows
 
 
-def show(out: Console, entries: Mapping[str, Entry], differing: list[dict[str, str]] | None) -> None:
+def show(out: Console, entries: Mapping[str, PlanEntry], differing: list[dict[str, str]] | None) -> None:
     """Prints the tree: of all entries, or of the differing ones with both texts."""
     lines: list[tuple[str, Text]] = []
     if differing is None:

@@ -15,7 +15,7 @@ from layerline.backends.light import Model
 from layerline.backends.tensorrt.node_checks import NODE_CHECKS, cast_away, edge, is_foldable
 from layerline.graph.analysis import ir_queries
 from layerline.graph.analysis.refusals import NodeSite, Refusal, is_traced, name, sites, training_mode
-from layerline.graph.analysis.shape_inference import Symbols, infer_types
+from layerline.graph.analysis.shape_inference import ShapeSymbols, infer_types
 from layerline.graph.analysis.symbolic_sizes import sizes
 from layerline.graph.io.canonicalize import prepare
 from layerline.graph.quantization.targets import lacking
@@ -140,7 +140,7 @@ def _ranks(site: NodeSite) -> Iterator[Refusal]:
     node = site.node
     if node.op_type != "If" or is_foldable(node.inputs[0]):
         return
-    condition = Symbols().of(node.inputs[0])
+    condition = ShapeSymbols().of(node.inputs[0])
     # Its value follows from the sizes: fuse or the parser leaves one branch.
     if condition and all(isinstance(x, int) for x in condition):
         return
@@ -190,7 +190,7 @@ def _settle(choice: ir.Node, inside: tuple[ir.Node, ...]) -> tuple[str, str]:
     for node in (choice, *inside):
         if node.op_type == "If":
             # Kept in the order in which they are met, each once.
-            deciding_dims, deciding_inputs = _deciding(node.inputs[0], Symbols())
+            deciding_dims, deciding_inputs = _deciding(node.inputs[0], ShapeSymbols())
             dims.update(dict.fromkeys(deciding_dims))
             inputs.update(deciding_inputs)
     if not dims and not inputs:
@@ -212,7 +212,7 @@ def _settle(choice: ir.Node, inside: tuple[ir.Node, ...]) -> tuple[str, str]:
     return decided_by, f"fix that in pipe.yaml and fuse leaves one branch: import-onnx {{{', '.join(ways)}}}"
 
 
-def _deciding(condition: ir.Value | None, symbols: Symbols) -> tuple[list[str], dict[str, ir.Value]]:
+def _deciding(condition: ir.Value | None, symbols: ShapeSymbols) -> tuple[list[str], dict[str, ir.Value]]:
     """The sizes of inputs, and the inputs by name, that a condition is computed from.
 
     Where the size of an inner value matters, everything that this value is computed from counts.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 Array = npt.NDArray[Any]
-Sizes = ir.Shape | tuple[int | str, ...]
+ShapeLike = ir.Shape | tuple[int | str, ...]
 
 
 LIMITS: dict[ir.DataType, tuple[float, float]] = {}
@@ -90,7 +90,7 @@ def names(values: Iterable[ir.Value | None]) -> list[str]:
     return [value.name for value in values if value is not None and value.name]
 
 
-def may_be_equal(a: Sizes | None, b: Sizes | None) -> bool:
+def may_be_equal(a: ShapeLike | None, b: ShapeLike | None) -> bool:
     """Whether two shapes can be the same. Exporters give equal sizes different symbols, so only numbers differ."""
     if a is None or b is None:
         return True

@@ -17,9 +17,9 @@ from onnx_shape_inference import OpShapeInferenceRegistry, ShapeInferenceContext
 from onnx_shape_inference import registry as library
 
 from layerline.graph.analysis.ir_queries import BROADCASTING, constant, dim, optional_input, subgraphs
-from layerline.graph.analysis.symbolic_sizes import Dim, broadcast, is_size
+from layerline.graph.analysis.symbolic_sizes import IrDim, broadcast, is_size
 
-Elements = Sequence[Dim]
+Elements = Sequence[IrDim]
 ShapeFunction = Callable[[ShapeInferenceContext, ir.Node], None]
 
 corrected = OpShapeInferenceRegistry()
@@ -107,7 +107,7 @@ def _combined(ctx: ShapeInferenceContext, node: ir.Node) -> Elements | None:
         if len(elements) != count:
             return None
         spread.append(elements)
-    results: list[Dim] = []
+    results: list[IrDim] = []
     for items in zip(*spread, strict=True):
         result = _ELEMENTWISE[node.op_type](*items)
         if result is None:
@@ -119,7 +119,7 @@ def _combined(ctx: ShapeInferenceContext, node: ir.Node) -> Elements | None:
     return results
 
 
-def _subtract(a: Dim, b: Dim) -> Dim | None:
+def _subtract(a: IrDim, b: IrDim) -> IrDim | None:
     if isinstance(a, int) and isinstance(b, int):
         return a - b
     if a == b:
@@ -127,7 +127,7 @@ def _subtract(a: Dim, b: Dim) -> Dim | None:
     return a if b == 0 else None
 
 
-def _divide(a: Dim, b: Dim) -> Dim | None:
+def _divide(a: IrDim, b: IrDim) -> IrDim | None:
     if b == 1:
         return a
     # Runtimes round negative quotients differently; sizes have none.
@@ -140,7 +140,7 @@ def _divide(a: Dim, b: Dim) -> Dim | None:
     return a // b
 
 
-def _combine(combine: Callable[[Dim, Dim], Dim], neutral: int, a: Dim, b: Dim) -> Dim | None:
+def _combine(combine: Callable[[IrDim, IrDim], IrDim], neutral: int, a: IrDim, b: IrDim) -> IrDim | None:
     if b == neutral:
         return a
     if a == neutral:
@@ -149,7 +149,7 @@ def _combine(combine: Callable[[Dim, Dim], Dim], neutral: int, a: Dim, b: Dim) -
     return combine(a, b) if both_numbers or (is_size(a) and is_size(b)) else None
 
 
-def _equal(a: Dim, b: Dim) -> int | None:
+def _equal(a: IrDim, b: IrDim) -> int | None:
     """Whether two elements are the same number in every run; None where that depends on the run."""
     if isinstance(a, int) and isinstance(b, int):
         return int(a == b)
@@ -161,7 +161,7 @@ def _equal(a: Dim, b: Dim) -> int | None:
     return None
 
 
-def _select(condition: Dim, when_true: Dim, when_false: Dim) -> Dim | None:
+def _select(condition: IrDim, when_true: IrDim, when_false: IrDim) -> IrDim | None:
     if when_true == when_false:
         return when_true
     if not isinstance(condition, int):
@@ -171,7 +171,7 @@ def _select(condition: Dim, when_true: Dim, when_false: Dim) -> Dim | None:
     return when_false
 
 
-_ELEMENTWISE: dict[str, Callable[..., Dim | None]] = {
+_ELEMENTWISE: dict[str, Callable[..., IrDim | None]] = {
     "Add": partial(_combine, operator.add, 0),
     "Sub": _subtract,
     "Mul": partial(_combine, operator.mul, 1),
@@ -184,7 +184,7 @@ _ELEMENTWISE: dict[str, Callable[..., Dim | None]] = {
 @_corrects("Concat")
 def _concat(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     from_library(ctx, node)
-    joined: list[Dim] | None = []
+    joined: list[IrDim] | None = []
     for value in node.inputs:
         elements = ctx.get_symbolic_value(value)
         if elements is None:
@@ -222,7 +222,7 @@ def _reduce_prod(ctx: ShapeInferenceContext, node: ir.Node) -> None:
         ctx.set_symbolic_value(node.outputs[0], elements)
         return
     if all(is_size(element) for element in elements):
-        total: Dim = 1
+        total: IrDim = 1
         for element in elements:
             total = total * element
         # How a long product wraps is the runtime's own business.
@@ -255,7 +255,7 @@ def _slice(ctx: ShapeInferenceContext, node: ir.Node) -> None:
         ctx.set_symbolic_value(node.outputs[0], elements[start:end:step])
 
 
-def takes_whole(start: Dim, end: Dim, step: Dim, size: Dim) -> bool:
+def takes_whole(start: IrDim, end: IrDim, step: IrDim, size: IrDim) -> bool:
     """Whether a Slice with these bounds takes all of an axis."""
     if start != 0 or step != 1:
         return False

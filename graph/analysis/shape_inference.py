@@ -21,7 +21,16 @@ from onnx_shape_inference import registry as library
 from layerline.backends.base import SOURCE, TRACED
 from layerline.graph.analysis.ir_queries import constant, graph_values, rank, subgraphs
 from layerline.graph.analysis.shape_functions import FOLLOWED, corrected, from_library
-from layerline.graph.analysis.symbolic_sizes import NUMBER, Dim, Sizes, from_file, is_size, simplified, size_of, sizes
+from layerline.graph.analysis.symbolic_sizes import (
+    NUMBER,
+    IrDim,
+    SymbolicShape,
+    from_file,
+    is_size,
+    simplified,
+    size_of,
+    sizes,
+)
 
 DeclaredShapes = Mapping[str, ir.Shape]
 UNKNOWN = "unk__"
@@ -38,7 +47,7 @@ logger = logging.getLogger(__name__)
 library.collect()
 
 
-class Symbols(ShapeInferenceContext):  # type: ignore[misc]  # the library ships no types
+class ShapeSymbols(ShapeInferenceContext):  # type: ignore[misc]  # the library ships no types
     """What integer tensors hold, element by element: numbers, or sizes by name.
 
     Works it out on demand and remembers it, which is good until the graph changes. Integers wrap around where a
@@ -51,13 +60,13 @@ class Symbols(ShapeInferenceContext):  # type: ignore[misc]  # the library ships
         self, opset_imports: Mapping[str, int] | None = None, reserved: Iterable[str] = (), unknown: str = UNKNOWN
     ) -> None:
         super().__init__(opset_imports or {"": _LATEST_OPSET}, policy="override")
-        self._elements: dict[ir.Value, list[Dim] | None] = {}
+        self._elements: dict[ir.Value, list[IrDim] | None] = {}
         self._taken = set(reserved)
         self._unknown = unknown
         # Whether shapes are written to the graph; off while elements are worked out on demand.
         self._writes = False
 
-    def of(self, value: ir.Value | None) -> Sizes | None:
+    def of(self, value: ir.Value | None) -> SymbolicShape | None:
         """Elements of a scalar or one-dimensional integer tensor; None where they aren't known."""
         elements = self.get_symbolic_value(value)
         return None if elements is None else tuple(map(size_of, elements))
@@ -68,7 +77,7 @@ class Symbols(ShapeInferenceContext):  # type: ignore[misc]  # the library ships
         self._run(node)
         self._writes = False
 
-    def is_unknown(self, dim: Dim) -> bool:
+    def is_unknown(self, dim: IrDim) -> bool:
         """Whether a size is one that nothing is known of, by a name that was made up here."""
         return isinstance(dim, ir.SymbolicDim) and dim.value in self._taken and dim.value.startswith(self._unknown)
 
@@ -117,7 +126,7 @@ class Symbols(ShapeInferenceContext):  # type: ignore[misc]  # the library ships
             value.shape = ir.Shape([self._settled(dim) for dim in shape])
         return True
 
-    def _settled(self, dim: Dim) -> Dim:
+    def _settled(self, dim: IrDim) -> IrDim:
         size = simplified(dim)
         # An element that may be negative is not the size of the axis: Reshape to -1 gives another.
         return self.new_symbolic_dim() if size is None or not is_size(size) else size
@@ -132,7 +141,7 @@ class Symbols(ShapeInferenceContext):  # type: ignore[misc]  # the library ships
             value.type = type_
         return self._writes
 
-    def get_symbolic_value(self, value: ir.Value | None) -> list[Dim] | None:
+    def get_symbolic_value(self, value: ir.Value | None) -> list[IrDim] | None:
         if value is None:
             return None
         if value not in self._elements:
@@ -146,14 +155,14 @@ class Symbols(ShapeInferenceContext):  # type: ignore[misc]  # the library ships
                 self._writes = writes
         return self._elements[value]
 
-    def set_symbolic_value(self, value: ir.Value, data: Sequence[Dim] | None) -> None:
+    def set_symbolic_value(self, value: ir.Value, data: Sequence[IrDim] | None) -> None:
         node = value.producer()
         if data is None or node is None or node.op_type not in FOLLOWED or not _may_be_followed(value):
             self._elements[value] = None
         elif len(data) <= LONGEST:
             self._elements[value] = [self._wrapped(item, value.dtype) for item in data]
 
-    def _wrapped(self, item: Dim, dtype: ir.DataType | None) -> Dim:
+    def _wrapped(self, item: IrDim, dtype: ir.DataType | None) -> IrDim:
         """What an integer type makes of an element."""
         size = simplified(item)
         if size is None:
@@ -177,7 +186,7 @@ def _may_be_followed(value: ir.Value) -> bool:
     return (value.dtype in _BITS or value.dtype == ir.DataType.BOOL) and rank(value) in (0, 1)
 
 
-def _stored_elements(value: ir.Value) -> list[Dim] | None:
+def _stored_elements(value: ir.Value) -> list[IrDim] | None:
     # The size is asked first, or a large weight would be read.
     if value.const_value is not None and value.const_value.size > LONGEST:
         return None
@@ -248,14 +257,14 @@ def infer(model: ir.Model, declared_shapes: DeclaredShapes | None = None) -> Non
     for shape in (*declared_shapes.values(), *(value.shape for value in model.graph.inputs)):
         names.update(str(dim) for dim in shape or ())
     # Names in use are not given out again: equal names mean equal sizes.
-    symbols = Symbols(model.opset_imports, names)
+    symbols = ShapeSymbols(model.opset_imports, names)
     for value in model.graph.inputs:
         if value.shape is not None:
             value.shape = ir.Shape([from_file(dim) or symbols.new_symbolic_dim() for dim in value.shape])
     _infer_graph(model.graph, symbols, declared_shapes)
 
 
-def _infer_graph(graph: ir.Graph, symbols: Symbols, declared_shapes: DeclaredShapes) -> None:
+def _infer_graph(graph: ir.Graph, symbols: ShapeSymbols, declared_shapes: DeclaredShapes) -> None:
     for value in graph.initializers.values():
         assert value.const_value is not None
         value.shape = ir.Shape(value.const_value.shape.numpy())
@@ -276,13 +285,13 @@ def _infer_graph(graph: ir.Graph, symbols: Symbols, declared_shapes: DeclaredSha
                 output.shape = _refined(output.shape, declared_shape, symbols)
 
 
-def _refined(inferred: ir.Shape | None, declared_shape: ir.Shape, symbols: Symbols) -> ir.Shape | None:
+def _refined(inferred: ir.Shape | None, declared_shape: ir.Shape, symbols: ShapeSymbols) -> ir.Shape | None:
     """An inferred shape whose unknown sizes are those that the file declares."""
-    dims: list[Dim] = []
+    dims: list[IrDim] = []
     if inferred is not None and len(inferred) != len(declared_shape):
         return inferred
     for axis, declared_dim in enumerate(declared_shape):
-        dim: Dim | None = None
+        dim: IrDim | None = None
         if inferred is not None and not symbols.is_unknown(inferred[axis]):
             dim = inferred[axis]
         # Powers are no sizes, and one of large numbers would take for ever to compute.
@@ -304,7 +313,7 @@ def clash(old: ir.Value, new: ir.Value, made: Sequence[ir.Node], model: ir.Model
     for node in made:
         before.update((output, (output.shape, output.type)) for output in node.outputs)
     # The graph has names of unknown sizes already.
-    symbols = Symbols(model.opset_imports, unknown="made__")
+    symbols = ShapeSymbols(model.opset_imports, unknown="made__")
     for node in made:
         symbols.infer(node)
     old_shape = sizes(old)

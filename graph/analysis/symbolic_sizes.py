@@ -13,8 +13,8 @@ import onnx_ir as ir
 import sympy
 
 Size = int | str
-Sizes = tuple[Size, ...]
-Dim = int | ir.SymbolicDim
+SymbolicShape = tuple[Size, ...]
+IrDim = int | ir.SymbolicDim
 
 NUMBER = "num__"
 """Begins the name of a number that the graph computes in a way that is not followed: it may be negative."""
@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"-?[0-9]+")
 _NAME = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 
 
-def sizes(value: ir.Value | None) -> Sizes | None:
+def sizes(value: ir.Value | None) -> SymbolicShape | None:
     """The shape of a value with a name for every size that has no number; None where not even the rank is known."""
     if value is None or value.shape is None:
         return None
@@ -37,22 +37,22 @@ def sizes(value: ir.Value | None) -> Sizes | None:
     return tuple(named)
 
 
-def is_size(item: Dim | Size) -> bool:
+def is_size(item: IrDim | Size) -> bool:
     """Whether an element of an integer tensor is certainly not negative."""
     return item >= 0 if isinstance(item, int) else NUMBER not in str(item)
 
 
-def product(dims: Iterable[Dim]) -> Size:
+def product(dims: Iterable[IrDim]) -> Size:
     """The product of sizes, in the one form that equal products have in common."""
-    total: Dim = 1
+    total: IrDim = 1
     for dim in dims:
         total = total * dim
     return size_of(simplified(total) or total)
 
 
-def broadcast(shapes: Sequence[Sequence[Dim]]) -> list[Dim | None]:
+def broadcast(shapes: Sequence[Sequence[IrDim]]) -> list[IrDim | None]:
     """The shape that shapes are stretched to; None for an axis where two names meet, either of which may be 1."""
-    result: list[Dim | None] = []
+    result: list[IrDim | None] = []
     for aligned in zip_longest(*(shape[::-1] for shape in shapes), fillvalue=1):
         distinct = list(dict.fromkeys(size for size in aligned if size != 1))
         numbers = [size for size in distinct if isinstance(size, int)]
@@ -68,12 +68,12 @@ def broadcast(shapes: Sequence[Sequence[Dim]]) -> list[Dim | None]:
     return result[::-1]
 
 
-def size_of(dim: Dim) -> Size:
+def size_of(dim: IrDim) -> Size:
     """A number, or the text of a symbolic size."""
     return dim if isinstance(dim, int) else str(dim.value)
 
 
-def simplified(dim: Dim) -> Dim | None:
+def simplified(dim: IrDim) -> IrDim | None:
     """A dimension with a plain number where its expression comes to one; None for what is no size or too involved."""
     if isinstance(dim, int):
         return dim
@@ -93,7 +93,7 @@ def simplified(dim: Dim) -> Dim | None:
     return dim
 
 
-def from_file(dim: Dim) -> Dim | None:
+def from_file(dim: IrDim) -> IrDim | None:
     """A size as a file declares it; None where it says nothing.
 
     Any text may be the name of a size in a file. One that is no plain name is put in quotes and becomes one symbol:
@@ -114,7 +114,7 @@ def from_file(dim: Dim) -> Dim | None:
 
 def unquoted(shape: ir.Shape) -> ir.Shape:
     """The shape with the names that the file has; see `from_file`."""
-    dims: list[Dim] = []
+    dims: list[IrDim] = []
     for dim in shape:
         if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
             dim = ir.SymbolicDim(dim.value.replace("'", ""))

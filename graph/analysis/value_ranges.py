@@ -17,15 +17,15 @@ import onnx_ir as ir
 
 from layerline.graph.analysis.ir_queries import LIMITS, constant, dim, optional_input, parent, rank, scalar
 
-Range = tuple[float, float]
-OPEN: Range = (-math.inf, math.inf)
+Interval = tuple[float, float]
+OPEN: Interval = (-math.inf, math.inf)
 # Sums of products, and what is worked out in several steps, stay this far from the end of the type and are off by less.
 _HEADROOM = 2.0
 # Some hardware takes the smallest numbers for 0.
 _LEAST_DIVISOR = 1e-30
 
 
-class Ranges:
+class ValueRanges:
     """The range of every value that a graph computes; infinite ends where nothing bounds it.
 
     With `finite`, a range also means that no run gives NaN or infinity.
@@ -33,14 +33,14 @@ class Ranges:
 
     def __init__(self, graph: ir.Graph, *, finite: bool) -> None:
         self.finite = finite
-        self.computed: dict[ir.Value, Range] = {}
+        self.computed: dict[ir.Value, Interval] = {}
         for node in graph:
             computed = self._computed(node)
             for index, output in enumerate(node.outputs):
                 # Further outputs are statistics, indices and masks, which the range does not hold for.
                 self.computed[output] = computed if index == 0 or node.op_type == "Split" else OPEN
 
-    def of(self, value: ir.Value | None) -> Range:
+    def of(self, value: ir.Value | None) -> Interval:
         """What was worked out, or what the type or the stored numbers say."""
         if value is None:
             return OPEN
@@ -70,7 +70,7 @@ class Ranges:
         """The greatest |x|; inf where nothing bounds it."""
         return greatest(self.of(value))
 
-    def _computed(self, node: ir.Node) -> Range:
+    def _computed(self, node: ir.Node) -> Interval:
         if node.domain != "":
             return OPEN
         if not self.finite:
@@ -93,7 +93,7 @@ class Ranges:
     def _is_bounded(self, value: ir.Value | None) -> bool:
         return value is None or all(map(math.isfinite, self.of(value)))
 
-    def _by_construction(self, node: ir.Node) -> Range:
+    def _by_construction(self, node: ir.Node) -> Interval:
         """The range that the operator gives numbers of these ranges, in exact arithmetic."""
         op = node.op_type
         if op in _MOVES or (op == "Cast" and self._casts_floats(node)):
@@ -116,7 +116,7 @@ class Ranges:
         value = node.inputs[0]
         return self.finite or (value is not None and value.dtype is not None and value.dtype.is_floating_point())
 
-    def _quotient(self, node: ir.Node) -> Range:
+    def _quotient(self, node: ir.Node) -> Interval:
         divisor = constant(node.inputs[1])
         if divisor is None:
             return OPEN
@@ -127,13 +127,13 @@ class Ranges:
         return -most, most
 
 
-def greatest(interval: Range) -> float:
+def greatest(interval: Interval) -> float:
     """The greatest |x| in a range."""
     low, high = interval
     return max(-low, high, 0.0)
 
 
-def _rounded(exact: Range, kind: ir.DataType) -> Range:
+def _rounded(exact: Interval, kind: ir.DataType) -> Interval:
     """The range after one correctly rounded operation: numbers just past the largest are rounded back to it."""
     largest, step = LIMITS[kind]
     ends: list[float] = []
@@ -148,7 +148,7 @@ def _rounded(exact: Range, kind: ir.DataType) -> Range:
 Ends = list[float]
 
 
-def _product(low: Ends, high: Ends) -> Range:
+def _product(low: Ends, high: Ends) -> Interval:
     # 0 times an infinite end would be NaN.
     if not all(map(math.isfinite, (*low, *high))):
         return OPEN
@@ -157,14 +157,14 @@ def _product(low: Ends, high: Ends) -> Range:
     return min(corners), max(corners)
 
 
-def _clip(low: Ends, high: Ends) -> Range:
+def _clip(low: Ends, high: Ends) -> Interval:
     # A bound that is left out leaves that side open.
     least = [*low[1:2], -math.inf][0]
     greatest = [*high[2:3], math.inf][0]
     return min(max(low[0], least), greatest), min(max(high[0], least), greatest)
 
 
-def _matmul(node: ir.Node, ranges: Ranges) -> float:
+def _matmul(node: ir.Node, ranges: ValueRanges) -> float:
     a = node.inputs[0]
     b = node.inputs[1]
     # What averages is as large as the largest at most, however many it averages.
@@ -174,7 +174,7 @@ def _matmul(node: ir.Node, ranges: Ranges) -> float:
     return count * ranges.magnitude(a) * ranges.magnitude(b)
 
 
-def _gemm(node: ir.Node, ranges: Ranges) -> float:
+def _gemm(node: ir.Node, ranges: ValueRanges) -> float:
     a = node.inputs[0]
     count = dim(a, 0) if node.attributes.get_int("transA", 0) else dim(a, -1)
     if not isinstance(count, int):
@@ -199,7 +199,7 @@ def _averages(value: ir.Value | None) -> bool:
     return softmax.attributes.get_int("axis", 0) in (-1, count - 1)
 
 
-def _normalised(node: ir.Node, ranges: Ranges) -> float:
+def _normalised(node: ir.Node, ranges: ValueRanges) -> float:
     """d / sqrt(mean(d²) + epsilon) is at most the root of how many d there are."""
     axis: int = node.attributes.get_int("axis", -1)
     if axis >= 0:
@@ -235,7 +235,7 @@ _FIXED = {
     **dict.fromkeys(("Tanh", "Erf", "Softsign", "Sin", "Cos"), (-1.0, 1.0)),
 }
 # From the lower and the upper ends of the inputs to those of the output.
-_ENDS: dict[str, Callable[[Ends, Ends], Range]] = {
+_ENDS: dict[str, Callable[[Ends, Ends], Interval]] = {
     **dict.fromkeys(("Add", "Sum"), lambda low, high: (sum(low), sum(high))),
     "Sub": lambda low, high: (low[0] - high[1], high[0] - low[1]),
     "Mul": _product,
@@ -257,7 +257,7 @@ _NOT_ROUNDED = frozenset(
     | {"HardSigmoid", "Softmax", "Tanh", "Erf", "Sin", "Cos"}
 )
 # The greatest |x| as exact arithmetic has it, of what is rounded in several steps.
-_IN_STEPS: dict[str, Callable[[ir.Node, Ranges], float]] = {
+_IN_STEPS: dict[str, Callable[[ir.Node, ValueRanges], float]] = {
     "MatMul": _matmul,
     "Gemm": _gemm,
     "Gelu": lambda node, ranges: ranges.magnitude(node.inputs[0]),

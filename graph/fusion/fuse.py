@@ -14,9 +14,9 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.analysis.ir_queries import Array, copied, graph_values
 from layerline.graph.fusion.firing import Firing, Site
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Rule
+from layerline.graph.fusion.rule import FusionRule
 from layerline.graph.fusion.rules import RULES
-from layerline.graph.fusion.verify_rewrites import Proof, prove
+from layerline.graph.fusion.verify_rewrites import RewriteProof, prove
 from layerline.graph.io.canonicalize import prepare
 from layerline.graph.io.ir_convert import as_ir
 from layerline.graph.io.opset import OLDEST, opset_of
@@ -47,11 +47,11 @@ class Rewritten:
     firings: tuple[Firing, ...]
     declines: Mapping[Site, str]
     notes: tuple[str, ...]
-    proofs: tuple[Proof, ...] = ()
-    undone: tuple[Proof, ...] = ()
+    proofs: tuple[RewriteProof, ...] = ()
+    undone: tuple[RewriteProof, ...] = ()
 
 
-def select(switches: Mapping[str, bool]) -> tuple[Rule, ...]:
+def select(switches: Mapping[str, bool]) -> tuple[FusionRule, ...]:
     """The rules that are on, in order. Raises ConfigError for a name that no rule has; it gives the nearest one."""
     names = [rule.name for rule in RULES]
     for name in switches:
@@ -63,7 +63,7 @@ def select(switches: Mapping[str, bool]) -> tuple[Rule, ...]:
 
 def rewrite(
     model: Model,
-    rules: Sequence[Rule] = RULES,
+    rules: Sequence[FusionRule] = RULES,
     *,
     denied: frozenset[Site] = frozenset(),
     limit: int | None = None,
@@ -118,7 +118,7 @@ def fuse(
     model: Model,
     feeds: Sequence[Mapping[str, Array]],
     *,
-    rules: Sequence[Rule] = RULES,
+    rules: Sequence[FusionRule] = RULES,
     floors: Mapping[str, float] | None = None,
     fold_limit: int = 1 << 20,
 ) -> Rewritten:
@@ -134,7 +134,7 @@ def fuse(
         return replace(some, proofs=tuple(prove(some.unfused, some.types, some.firings, feeds, floors or {})))
 
     # Rewriting begins anew without the sites that failed, because later firings may rest on them.
-    undone: list[Proof] = []
+    undone: list[RewriteProof] = []
     while True:
         denied = frozenset(proof.firing.site for proof in undone)
         done = proved(rewrite(original, rules, denied=denied, fold_limit=fold_limit))
@@ -155,7 +155,7 @@ def fuse(
             if firing is None:
                 raise StageError(fault or "no single rewrite is to blame", where="fuse")
             if failed is None:
-                failed = Proof(firing, math.inf, 0.0, 0, fault or "")
+                failed = RewriteProof(firing, math.inf, 0.0, 0, fault or "")
             else:
                 failed = replace(failed, firing=firing)
         # A later firing can fail through an earlier one it builds on, so only the first of each round is undone.
@@ -165,7 +165,7 @@ def fuse(
 def guilty(
     model: Model,
     good: Callable[[Rewritten], bool],
-    rules: Sequence[Rule] = RULES,
+    rules: Sequence[FusionRule] = RULES,
     *,
     denied: frozenset[Site] = frozenset(),
     fold_limit: int = 1 << 20,
@@ -197,7 +197,7 @@ def guilty(
     return whole.firings[high - 1]
 
 
-def _first_failed(done: Rewritten) -> Proof | None:
+def _first_failed(done: Rewritten) -> RewriteProof | None:
     return next((proof for proof in done.proofs if not proof.passed), None)
 
 

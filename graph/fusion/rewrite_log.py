@@ -10,7 +10,7 @@ from typing import Any
 
 from layerline.graph.fusion.firing import Site
 from layerline.graph.fusion.fuse import Rewritten
-from layerline.graph.fusion.verify_rewrites import Proof
+from layerline.graph.fusion.verify_rewrites import RewriteProof
 from layerline.pipeline.report import Row
 
 FILE = "rewrites.json"
@@ -27,7 +27,7 @@ def save(folder: Path, fused: Rewritten) -> None:
     (folder / FILE).write_text(text + "\n", "utf-8")
 
 
-def fired(proofs: Iterable[Proof]) -> list[Row]:
+def fired(proofs: Iterable[RewriteProof]) -> list[Row]:
     """One row per firing for a report's table."""
     rows: list[Row] = []
     for proof in proofs:
@@ -46,7 +46,7 @@ def declined(declines: Mapping[Site, str]) -> list[Row]:
     return list(rows.values())
 
 
-def undone(proof: Proof) -> str:
+def undone(proof: RewriteProof) -> str:
     """A sentence for the report's notes."""
     site = proof.firing.site
     reason = proof.why
@@ -57,7 +57,7 @@ def undone(proof: Proof) -> str:
     return f"undone: rule {site.rule} at {site.value} ({reason})"
 
 
-def _entry(proof: Proof) -> dict[str, Any]:
+def _entry(proof: RewriteProof) -> dict[str, Any]:
     firing = proof.firing
     error: float | str = proof.error
     if not math.isfinite(proof.error):

@@ -16,22 +16,22 @@ from layerline.graph.fusion.rewriter import Rewrite, Rewriting
 
 
 @dataclass(frozen=True)
-class Rule:
+class FusionRule:
     """One rewrite: its name in pipe.yaml, and what applies it wherever it fits."""
 
     name: str
     run: Callable[[Rewriting], None]
 
 
-def everywhere(name: str) -> Callable[[Callable[[Rewriting], None]], Rule]:
+def everywhere(name: str) -> Callable[[Callable[[Rewriting], None]], FusionRule]:
     """A rule that looks for its places itself."""
-    return lambda run: Rule(name, run)
+    return lambda run: FusionRule(name, run)
 
 
-def each(name: str, *ops: str) -> Callable[[Callable[[ir.Node, Rewriting], None]], Rule]:
+def each(name: str, *ops: str) -> Callable[[Callable[[ir.Node, Rewriting], None]], FusionRule]:
     """A rule that does more at a node of these operators than to replace its first output; it may raise Declined."""
 
-    def rule(apply: Callable[[ir.Node, Rewriting], None]) -> Rule:
+    def rule(apply: Callable[[ir.Node, Rewriting], None]) -> FusionRule:
         def run(work: Rewriting) -> None:
             for graph in work.graphs():
                 for node in graph:
@@ -42,12 +42,12 @@ def each(name: str, *ops: str) -> Callable[[Callable[[ir.Node, Rewriting], None]
                         except Declined as declined:
                             work.decline(name, node.outputs[0], str(declined))
 
-        return Rule(name, run)
+        return FusionRule(name, run)
 
     return rule
 
 
-def on(name: str, *ops: str) -> Callable[[Rewrite], Rule]:
+def on(name: str, *ops: str) -> Callable[[Rewrite], FusionRule]:
     """A rule tried at every node of the given operators.
 
     `rewrite(node, tape, work)` returns the value that replaces the node's first output: the output of a node it made on

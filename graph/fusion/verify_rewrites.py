@@ -32,7 +32,7 @@ _STEP = {int(kind): epsilon for kind, (_, epsilon) in LIMITS.items()}
 
 
 @dataclass(frozen=True)
-class Proof:
+class RewriteProof:
     """How far a replaced value is from the unfused model's, when computed from the same inputs.
 
     Attributes:
@@ -143,7 +143,7 @@ def prove(
     firings: Sequence[Firing],
     feeds: Sequence[Feed],
     floors: Mapping[str, float],
-) -> list[Proof]:
+) -> list[RewriteProof]:
     """One proof per firing, in order.
 
     `types` are the element types of the unfused model's values (onnx numbers), `floors` their noise floors
@@ -167,10 +167,10 @@ def prove(
     proved = [(pair.name, pair.after) for key, pair in constants.items() if errors[key] == 0.0]
     settled = with_constants(unfused, _proved_constants(proved))
     errors |= zip(computed, _errors(settled, list(computed.values()), feeds), strict=True)
-    proofs: list[Proof] = []
+    proofs: list[RewriteProof] = []
     for firing in firings:
         # Without any the bytes are the same by construction.
-        proof = Proof(firing, 0.0, 0.0, 0, equal=True)
+        proof = RewriteProof(firing, 0.0, 0.0, 0, equal=True)
         for name, after in firing.after.items():
             error = errors[name, id(after)]
             allowed = tolerance(name, types, floors)
@@ -179,12 +179,12 @@ def prove(
             if proof.feeds and error - allowed <= proof.error - proof.tolerance:
                 proof = replace(proof, equal=equal)
             else:
-                proof = Proof(firing, error, allowed, len(feeds), equal=equal)
+                proof = RewriteProof(firing, error, allowed, len(feeds), equal=equal)
         proofs.append(proof)
     return proofs
 
 
-def reference(unfused: ir.Model, proofs: Iterable[Proof]) -> ir.Model:
+def reference(unfused: ir.Model, proofs: Iterable[RewriteProof]) -> ir.Model:
     """The unfused model with every constant stored that was proved to be equal: the same values, sooner."""
     equal: list[tuple[str, After]] = []
     for proof in proofs:

@@ -20,7 +20,7 @@ from layerline.graph.analysis.ir_queries import copied, first_output
 from layerline.graph.fusion.channel_groups import Group
 from layerline.graph.quantization import equalization, rounding
 from layerline.graph.quantization.equalization import MOST, Equalized
-from layerline.graph.quantization.rounding import Layer
+from layerline.graph.quantization.rounding import QuantizedLayer
 
 Numbers = npt.NDArray[np.float32]
 # The paper's grid, beside 0, which changes nothing.
@@ -45,7 +45,7 @@ def scale_inputs(model: ir.Model, plan: QuantPlan, feeds: Callable[[], Iterable[
     return equalization.with_factors(model, work, groups, lambda group: _best(group, layers, rows))
 
 
-def _rows(model: ir.Model, layers: Sequence[Layer], feeds: Iterable[Feed]) -> dict[str, Numbers]:
+def _rows(model: ir.Model, layers: Sequence[QuantizedLayer], feeds: Iterable[Feed]) -> dict[str, Numbers]:
     """By the value that layers read: rows of it, (rows, inputs)."""
     # Layers that read one value get the same rows.
     first_readers = {layer.source: layer for layer in reversed(layers)}
@@ -61,9 +61,11 @@ def _rows(model: ir.Model, layers: Sequence[Layer], feeds: Iterable[Feed]) -> di
     return {source: np.concatenate(arrays) for source, arrays in parts.items() if arrays}
 
 
-def _best(group: Group, layers: Mapping[str, Layer], rows: Mapping[str, Numbers]) -> npt.NDArray[np.float64] | None:
+def _best(
+    group: Group, layers: Mapping[str, QuantizedLayer], rows: Mapping[str, Numbers]
+) -> npt.NDArray[np.float64] | None:
     """The factors with the least error over all layers that read the group; None where 1 is as good."""
-    readers: list[tuple[Layer, Numbers, int]] = []
+    readers: list[tuple[QuantizedLayer, Numbers, int]] = []
     magnitudes: list[npt.NDArray[np.float64]] = []
     for node in group.consumers:
         layer = layers.get(first_output(node))
@@ -91,7 +93,7 @@ def _best(group: Group, layers: Mapping[str, Layer], rows: Mapping[str, Numbers]
     return best
 
 
-def _error(layer: Layer, inputs: Numbers, factors: npt.NDArray[np.float64]) -> float:
+def _error(layer: QuantizedLayer, inputs: Numbers, factors: npt.NDArray[np.float64]) -> float:
     """The power of a layer's error over that of its output, once its inputs are divided by these factors."""
     outputs = layer.rows[0]
     weight = outputs[:: max(1, len(outputs) // OUTPUTS)].astype(np.float32)

@@ -61,7 +61,7 @@ class Rules:
 
 
 # What a rule says of one node: the inputs to quantise, and why it is listed among what stays float, or "".
-Outcome = tuple[list[Wanted], str]
+NodeOutcome = tuple[list[Wanted], str]
 
 
 def want(
@@ -136,7 +136,7 @@ class Context:
         return depths
 
 
-def layer_with_weights(context: Context, node: ir.Node, _: Sequence[Wanted]) -> Outcome:
+def layer_with_weights(context: Context, node: ir.Node, _: Sequence[Wanted]) -> NodeOutcome:
     """A Conv, ConvTranspose, Gemm or MatMul: its activation and its weight."""
     left, right = node.inputs[:2]
     left_is_weight, right_is_weight = weight_of(left) is not None, weight_of(right) is not None
@@ -165,7 +165,7 @@ def layer_with_weights(context: Context, node: ir.Node, _: Sequence[Wanted]) -> 
     return [], "both inputs are activations (attention: true quantises them)"
 
 
-def _weight_on_the_right(context: Context, node: ir.Node, name: str) -> Outcome:
+def _weight_on_the_right(context: Context, node: ir.Node, name: str) -> NodeOutcome:
     dtype = FORMATS[name].weight
     axis = None
     if context.rules.per_channel:
@@ -178,7 +178,7 @@ def _weight_on_the_right(context: Context, node: ir.Node, name: str) -> Outcome:
     return [activation, want(node, 1, "weight", dtype, f"weight of {node.op_type}{shared_scales(node)}", axis)], ""
 
 
-def _weight_in_blocks(context: Context, node: ir.Node, name: str) -> Outcome:
+def _weight_in_blocks(context: Context, node: ir.Node, name: str) -> NodeOutcome:
     """A weight in blocks along the axis that is summed; the activation stays float, but for dynamic nvfp4."""
     dtype, block = FORMATS[name].weight, FORMATS[name].block
     if name == "int4":
@@ -198,7 +198,7 @@ def _weight_in_blocks(context: Context, node: ir.Node, name: str) -> Outcome:
     return wanted, ""
 
 
-def residual_add(context: Context, node: ir.Node, wanted: Sequence[Wanted]) -> Outcome:
+def residual_add(context: Context, node: ir.Node, wanted: Sequence[Wanted]) -> NodeOutcome:
     """An Add that fuses into a quantised Conv before it: its other input."""
     readers = readers_of(wanted)
     inputs = [value for value in node.inputs if value is not None]
@@ -251,7 +251,7 @@ def _broadcasts(a: ir.Value, b: ir.Value) -> bool:
     return False
 
 
-def pool(context: Context, node: ir.Node, _: Sequence[Wanted]) -> Outcome:
+def pool(context: Context, node: ir.Node, _: Sequence[Wanted]) -> NodeOutcome:
     """Average pooling: its input."""
     if not is_activation(node.inputs[0]):
         return [], ""
@@ -262,7 +262,7 @@ def pool(context: Context, node: ir.Node, _: Sequence[Wanted]) -> Outcome:
     return [context.activation(node, 0, name, f"input of {node.op_type}")], ""
 
 
-def output(context: Context, node: ir.Node, wanted: Sequence[Wanted]) -> Outcome:
+def output(context: Context, node: ir.Node, wanted: Sequence[Wanted]) -> NodeOutcome:
     """A node that reads int8, for a target whose kernels write int8 too: what it computes, for all that read it.
 
     Behind an activation function it is the output of that which is quantised.
@@ -286,7 +286,7 @@ def output(context: Context, node: ir.Node, wanted: Sequence[Wanted]) -> Outcome
     return added, ""
 
 
-def concat(context: Context, node: ir.Node, wanted: Sequence[Wanted]) -> Outcome:
+def concat(context: Context, node: ir.Node, wanted: Sequence[Wanted]) -> NodeOutcome:
     """A Concat whose output is quantised: all its inputs, in the same types."""
     value = node.outputs[0]
     # Shape arithmetic is no line in the list of what stays float.

@@ -58,7 +58,7 @@ _ELEMENTWISE = _BOUNDED | _ops(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class HalfLimits:
     """The range of a half-precision type."""
 
     # finite values seen, or stored, above this stay float32. For values seen in calibration half of it counts: other
@@ -68,8 +68,8 @@ class Limits:
 
 
 LIMITS = {
-    ir.DataType.FLOAT16: Limits(greatest=65504.0, least=2.0**-14),
-    ir.DataType.BFLOAT16: Limits(greatest=(2 - 2.0**-7) * 2.0**127, least=2.0**-126),
+    ir.DataType.FLOAT16: HalfLimits(greatest=65504.0, least=2.0**-14),
+    ir.DataType.BFLOAT16: HalfLimits(greatest=(2 - 2.0**-7) * 2.0**127, least=2.0**-126),
 }
 
 

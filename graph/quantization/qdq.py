@@ -31,7 +31,7 @@ from layerline.graph.analysis.ir_queries import (
     values_by_name,
 )
 from layerline.graph.analysis.shape_inference import infer_types
-from layerline.graph.analysis.value_ranges import Ranges, greatest
+from layerline.graph.analysis.value_ranges import ValueRanges, greatest
 from layerline.graph.io.opset import raise_opset
 from layerline.graph.quantization import dynamic_blocks
 from layerline.graph.quantization.channel_axes import channel_axis
@@ -98,7 +98,7 @@ def make_plan(
 def bounds(graph: ir.Graph) -> dict[str, float]:
     """The greatest |x| of the values that are bounded by construction."""
     magnitudes: dict[str, float] = {}
-    for value, computed_range in Ranges(graph, finite=False).computed.items():
+    for value, computed_range in ValueRanges(graph, finite=False).computed.items():
         if math.isfinite(greatest(computed_range)):
             magnitudes[value.name or ""] = greatest(computed_range)
     return magnitudes

@@ -13,7 +13,7 @@ from layerline.graph.analysis.ir_queries import copied, first_output, names, val
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.quantization import placement_rules
 from layerline.graph.quantization.kept_reasons import listed
-from layerline.graph.quantization.placement_rules import Context, Outcome, Rules
+from layerline.graph.quantization.placement_rules import Context, NodeOutcome, Rules
 from layerline.graph.quantization.targets import OPS, POOLS, WEIGHTED
 from layerline.graph.quantization.weight_sources import weight_of
 from layerline.pipeline.errors import ConfigError, StageError
@@ -41,7 +41,7 @@ class Placement:
 class _Step:
     """A rule, and the operators that it is asked about. It reads what all steps before want, and adds to it."""
 
-    rule: Callable[[Context, ir.Node, Sequence[Wanted]], Outcome]
+    rule: Callable[[Context, ir.Node, Sequence[Wanted]], NodeOutcome]
     ops: Sequence[str]
     follows_choices: bool = True  # the user's choices leave nodes out
     backwards: bool = False  # from the last node to the first

@@ -24,7 +24,7 @@ FLOOR_DB = 10.0
 
 
 @dataclass(frozen=True)
-class Chosen:
+class RangeChoice:
     """The outcome of the trials."""
 
     rules: Rules  # with the layers that stay float
@@ -53,7 +53,7 @@ def choose_ranges(
     feeds: Sequence[Feed],
     *,
     percentile: float,
-) -> Chosen:
+) -> RangeChoice:
     """Tries the thresholds of all calibrators on a few samples."""
     bounds = qdq.bounds(model.graph)
     best: dict[tuple[str, str], tuple[str, float]] = {}
@@ -97,7 +97,7 @@ def choose_ranges(
         key = item.name, item.dtype
         if item.role == "activation" and groups.get(key) == range_candidates.group_of(item):
             thresholds[key] = best[key]
-    return Chosen(rules, placed, thresholds, floated, all_errors)
+    return RangeChoice(rules, placed, thresholds, floated, all_errors)
 
 
 def _greatest(

@@ -43,7 +43,7 @@ ENDS = np.linspace(1.0, 0.7, 31, dtype=np.float32)
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class QuantizedLayer:
     """A layer whose weights are quantised, and the value that it reads."""
 
     node: ir.Node
@@ -109,7 +109,7 @@ def round_weights(
     solvable = [layer for layer in layers_of(model, plan, blocks=blocks) if _moment_bytes(layer) <= MOST_BYTES]
     for layers in packed(solvable, _moment_bytes, MOST_BYTES):
         moments = _moments(model, layers, feeds())
-        solved: dict[Layer, tuple[Array | Stored, QuantValue, Numbers]] = {}
+        solved: dict[QuantizedLayer, tuple[Array | Stored, QuantValue, Numbers]] = {}
         for layer in layers:
             # Without samples there is nothing to choose by.
             total, count = moments.pop(layer.weight.name, (np.zeros(1, np.float32), 0))
@@ -136,9 +136,9 @@ def round_weights(
     return RoundedWeights(arrays, entries)
 
 
-def _worse(model: ir.Model, solved: Mapping[Layer, Numbers], held_out: Sequence[Feed]) -> set[Layer]:
+def _worse(model: ir.Model, solved: Mapping[QuantizedLayer, Numbers], held_out: Sequence[Feed]) -> set[QuantizedLayer]:
     """The layers whose outputs on held-out samples are nearer to the float ones with the nearest steps."""
-    differences: dict[Layer, tuple[Numbers, Numbers]] = {}
+    differences: dict[QuantizedLayer, tuple[Numbers, Numbers]] = {}
     for layer, chosen in solved.items():
         exact = layer.rows.astype(np.float32)
         if layer.weight.block:
@@ -157,7 +157,7 @@ def _worse(model: ir.Model, solved: Mapping[Layer, Numbers], held_out: Sequence[
     return {layer for layer, (nearest_error, chosen_error) in errors.items() if nearest_error < chosen_error}
 
 
-def layers_of(model: ir.Model, plan: QuantPlan, *, blocks: bool) -> list[Layer]:
+def layers_of(model: ir.Model, plan: QuantPlan, *, blocks: bool) -> list[QuantizedLayer]:
     """The layers whose int8 weight, or weight in blocks, can be rounded by what calibration feeds them."""
     work = copied(model)
     nodes = {first_output(node): node for node in work.graph}
@@ -165,7 +165,7 @@ def layers_of(model: ir.Model, plan: QuantPlan, *, blocks: bool) -> list[Layer]:
     for item in plan.values:
         if item.role == "activation" and item.dtype in ("int8", "uint8"):
             activations.update(dict.fromkeys(item.readers, item))
-    layers: list[Layer] = []
+    layers: list[QuantizedLayer] = []
     # A weight that is stored in two types has two entries.
     entries = Counter(item.name for item in plan.values)
     for item in plan.values:
@@ -188,17 +188,17 @@ def layers_of(model: ir.Model, plan: QuantPlan, *, blocks: bool) -> list[Layer]:
         if array is None or source is None or constant(source) is not None or padded not in ("NOTSET", "VALID"):
             continue
         if node.op_type == "Conv" or is_matrix:
-            layers.append(Layer(node, item, array, source.name or "", activations.get((reader, 0))))
+            layers.append(QuantizedLayer(node, item, array, source.name or "", activations.get((reader, 0))))
     return layers
 
 
-def _moment_bytes(layer: Layer) -> int:
+def _moment_bytes(layer: QuantizedLayer) -> int:
     """Memory of the second moments of what a layer reads, in float32."""
     groups, _, inputs = layer.rows.shape
     return int(4 * groups * inputs**2)
 
 
-def _moments(model: ir.Model, layers: list[Layer], feeds: Iterable[Feed]) -> dict[str, tuple[Numbers, int]]:
+def _moments(model: ir.Model, layers: list[QuantizedLayer], feeds: Iterable[Feed]) -> dict[str, tuple[Numbers, int]]:
     """By weight: the sum of x xᵀ over rows of what the layer reads, (groups, inputs, inputs), and how many rows."""
     moments: dict[str, tuple[Numbers, int]] = {}
     for layer, rows in _inputs(model, layers, feeds):
@@ -210,7 +210,9 @@ def _moments(model: ir.Model, layers: list[Layer], feeds: Iterable[Feed]) -> dic
     return moments
 
 
-def _inputs(model: ir.Model, layers: Sequence[Layer], feeds: Iterable[Feed]) -> Iterator[tuple[Layer, Numbers]]:
+def _inputs(
+    model: ir.Model, layers: Sequence[QuantizedLayer], feeds: Iterable[Feed]
+) -> Iterator[tuple[QuantizedLayer, Numbers]]:
     """For each feed and layer: what the layer multiplies its weights with, as it is quantised."""
     for layer, data in values_read(model, layers, feeds):
         if layer.activation is not None:
@@ -220,7 +222,9 @@ def _inputs(model: ir.Model, layers: Sequence[Layer], feeds: Iterable[Feed]) -> 
         yield layer, rows[np.isfinite(rows).all(axis=(1, 2))]
 
 
-def values_read(model: ir.Model, layers: Sequence[Layer], feeds: Iterable[Feed]) -> Iterator[tuple[Layer, Numbers]]:
+def values_read(
+    model: ir.Model, layers: Sequence[QuantizedLayer], feeds: Iterable[Feed]
+) -> Iterator[tuple[QuantizedLayer, Numbers]]:
     """What each layer reads, for each feed."""
     session = OnnxRuntime(few_runs=True).open(model, list(dict.fromkeys(layer.source for layer in layers)))
     for feed in feeds:
@@ -229,7 +233,7 @@ def values_read(model: ir.Model, layers: Sequence[Layer], feeds: Iterable[Feed])
             yield layer, np.asarray(values[layer.source], np.float32)
 
 
-def _windows(layer: Layer, data: Numbers) -> Numbers:
+def _windows(layer: QuantizedLayer, data: Numbers) -> Numbers:
     """What a layer multiplies its weights with, at evenly spread positions: (positions, groups, inputs)."""
     if layer.node.op_type != "Conv":
         rows = data.reshape(-1, 1, data.shape[-1])
@@ -262,7 +266,7 @@ def _spread(count: int, width: int) -> npt.NDArray[np.int64]:
     return np.linspace(0, count - 1, most).astype(np.int64)
 
 
-def _scales(layer: Layer, moments: Numbers) -> Numbers:
+def _scales(layer: QuantizedLayer, moments: Numbers) -> Numbers:
     """One scale for each output channel, or one for all where the plan has one."""
     rows = layer.rows.astype(np.float32)
     powers = np.einsum("gkk->gk", moments)[:, None]
@@ -283,7 +287,7 @@ def _scales(layer: Layer, moments: Numbers) -> Numbers:
     return np.asarray(chosen, np.float32)
 
 
-def _solved(layer: Layer, scales: Numbers, moments: Numbers, count: int) -> Numbers:
+def _solved(layer: QuantizedLayer, scales: Numbers, moments: Numbers, count: int) -> Numbers:
     """The rounded weights, (groups, outputs, inputs). No change of a single weight lowers the error of the layer."""
     rows = layer.rows.astype(np.float32)
     groups, outputs, inputs = rows.shape

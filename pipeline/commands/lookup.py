@@ -237,13 +237,13 @@ def _record_in(run: Run, stage: str) -> Record:
     return record
 
 
-Log = list[dict[str, float]]
+LogRows = list[dict[str, float]]
 """A training log: of each row the columns in which something was measured."""
-_LOG = TypeAdapter(Log)
+_LOG = TypeAdapter(LogRows)
 _LOG_BYTES = 1 << 27
 
 
-def logs(planner: Planner, run: Run) -> dict[str, Log]:
+def logs(planner: Planner, run: Run) -> dict[str, LogRows]:
     """The training log (metrics.csv) beside each checkpoint of a run, by stage; none where the artifact is gone."""
     return {stage: read_log(path) for stage, path in files(planner, run, "checkpoint", "metrics.csv").items()}
 
@@ -261,7 +261,7 @@ def files(planner: Planner, run: Run, kind: str, name: str) -> dict[str, Path]:
     return by_stage
 
 
-def read_log(path: Path) -> Log:
+def read_log(path: Path) -> LogRows:
     """The rows of a metrics.csv. Raises PipeError: it is no table of numbers, or too large; names the file."""
     try:
         rows = list(csv.DictReader(StringIO(read_bytes(path, _LOG_BYTES).decode())))

@@ -88,7 +88,7 @@ def explain(project: Project, log: Log, run_id: str | None = None) -> Explained:
 
 
 def from_reports(
-    project: Project, run: Run, reports: Mapping[str, Report], logs: Mapping[str, lookup.Log]
+    project: Project, run: Run, reports: Mapping[str, Report], logs: Mapping[str, lookup.LogRows]
 ) -> list[Cause]:
     """The ranked causes as far as the reports of a run hold them: nothing is measured, and no task is imported.
 
@@ -100,7 +100,7 @@ def from_reports(
 
 
 def _evidence(
-    project: Project, reports: Mapping[str, Report], logs: Mapping[str, lookup.Log], scores: Any = None
+    project: Project, reports: Mapping[str, Report], logs: Mapping[str, lookup.LogRows], scores: Any = None
 ) -> Evidence:
     """What the rules look at. A stage that did not pass has lost something too, unless it could not be judged."""
     lost: dict[str, str] = {}

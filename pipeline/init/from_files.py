@@ -20,7 +20,7 @@ from layerline.pipeline.config import bounded_yaml
 from layerline.pipeline.config.project import project_name
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.init import generated_files
-from layerline.pipeline.init.generated_files import Hooks, Section
+from layerline.pipeline.init.generated_files import Hooks, StageSection
 from layerline.pipeline.inputs.batches import answers
 from layerline.pipeline.task import HOOKS
 from layerline.pipeline.untrusted import is_file_name, is_importable, is_inside, printable
@@ -115,7 +115,7 @@ def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]
     if data:
         fields["data"] = data.name
     name_of_data = fields.get("data", "")
-    sections = {"import-onnx": Section(fields)}
+    sections = {"import-onnx": StageSection(fields)}
     hooks = Hooks(
         source=model.name,
         data=name_of_data,
@@ -143,13 +143,13 @@ def from_checkpoint(
     arrays = _arrays(data, float32=True)
     model_import, call = _factory(model)
     modules = _local(model.partition(":")[0])
-    imported = Section({"file": weights.name})
+    imported = StageSection({"file": weights.name})
     if trust:
-        imported = Section({"file": weights.name, "trust": True}, ["its pickled code may run"])
+        imported = StageSection({"file": weights.name, "trust": True}, ["its pickled code may run"])
     inputs = [n for n, a in arrays.items() if a.ndim and n != answers(arrays)]
-    export = Section(comments=[generated_files.FIXED])
+    export = StageSection(comments=[generated_files.FIXED])
     if inputs:
-        export = Section({"dynamic": {name: {0: "batch"} for name in inputs}})
+        export = StageSection({"dynamic": {name: {0: "batch"} for name in inputs}})
     sections = {"import-weights": imported, "export": export}
     name_of_data = ""
     if data:
@@ -256,15 +256,15 @@ def _folder_of(model: Path, beside: Sequence[str], folder: Path) -> Path:
 
 def _write(
     folder: Path,
-    sections: Mapping[str, Section],
+    sections: Mapping[str, StageSection],
     hooks: Hooks,
     copies: Mapping[Path, Path],
     data: Path | None,
 ) -> list[Path]:
     """Writes the texts, and copies the files that don't lie there already; nothing is overwritten."""
-    quantize = Section({"mode": "int8"})
+    quantize = StageSection({"mode": "int8"})
     if not hooks.arrays:
-        quantize = Section({"mode": "fp16"}, ["int8 takes samples: see task.py"])
+        quantize = StageSection({"mode": "fp16"}, ["int8 takes samples: see task.py"])
     sections = {**sections, "quantize": quantize}
     config = generated_files.pipe_yaml(project_name(folder), hooks.source, sections)
     texts = {Path("pipe.yaml"): config.encode(), Path("task.py"): hooks.text().encode()}

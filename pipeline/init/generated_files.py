@@ -34,7 +34,7 @@ _FIELD = "field"
 
 
 @dataclass(frozen=True)
-class Section:
+class StageSection:
     """What pipe.yaml says of a stage: its fields by name, and comments behind them."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -46,11 +46,11 @@ class Section:
         return [*fields, *(f"# {printable(text)}" for text in self.comments)]
 
 
-def pipe_yaml(name: str, source: str, stages: Mapping[str, Section]) -> str:
+def pipe_yaml(name: str, source: str, stages: Mapping[str, StageSection]) -> str:
     """pipe.yaml with a few lines for each stage, read again to be sure; a stage without lines keeps its defaults."""
     title = f"From {printable(source, 80)} to a TensorRT engine. `pipe run all` brings everything up to date."
     meant: dict[str, Any] = {"name": name, "task": "task.py"}
-    text = "\n".join([f"# {title}", *Section(meant).lines()]) + "\n"
+    text = "\n".join([f"# {title}", *StageSection(meant).lines()]) + "\n"
     for stage, section in stages.items():
         lines = section.lines()
         if lines:

@@ -12,7 +12,7 @@ from onnx import numpy_helper, parser
 from layerline.backends.light import Model
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.fusion.fuse import Rewritten, fuse, select
-from layerline.graph.fusion.rule import Rule
+from layerline.graph.fusion.rule import FusionRule
 from layerline.graph.fusion.rules import RULES
 from tests.forms import proto
 
@@ -31,13 +31,13 @@ def run(model: Model, feed: Feed) -> dict[str, Any]:
     return OnnxRuntime().open(proto(model).SerializeToString()).run(feed)
 
 
-def only(*names: str) -> tuple[Rule, ...]:
+def only(*names: str) -> tuple[FusionRule, ...]:
     """Just these rules (and folding, which most of them need)."""
     return select({r.name: r.name in (*names, "constants", "fold", "dead-code") for r in RULES})
 
 
 def prove(
-    model: onnx.ModelProto, *feeds: Feed, rules: Sequence[Rule] = RULES, undone: bool = False, **options: Any
+    model: onnx.ModelProto, *feeds: Feed, rules: Sequence[FusionRule] = RULES, undone: bool = False, **options: Any
 ) -> Rewritten:
     """Fuses, and insists on what always holds: same outputs by the same names, every proof passed, a valid model."""
     done = fuse(model, feeds, rules=rules, **options)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerline.graph.analysis import shape_inference
-from layerline.graph.analysis.shape_inference import Symbols
+from layerline.graph.analysis.shape_inference import ShapeSymbols
 from layerline.graph.analysis.symbolic_sizes import is_size, sizes
 from tests.forms import proto
 from tests.graph.fusing import normal, parse, prove, run
@@ -20,7 +20,7 @@ from tests.graph.fusing import normal, parse, prove, run
 def elements(body: str, signature: str = "(float[batch, seq, 6] x) => (int64[] y)", **tensors: Any) -> object:
     model = ir.serde.deserialize_model(parse(signature, body, **tensors))
     shape_inference.infer(model)
-    return Symbols().of(model.graph.outputs[0])
+    return ShapeSymbols().of(model.graph.outputs[0])
 
 
 ONE, TWO, ZERO = np.array(1), np.array([2]), np.array([0])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from layerline.graph.analysis import shape_inference
 from layerline.graph.analysis.shape_inference import infer_types
-from layerline.graph.analysis.value_ranges import Ranges
+from layerline.graph.analysis.value_ranges import ValueRanges
 from layerline.graph.io.ir_convert import as_ir
 from tests.graph.fusing import parse, run
 
@@ -24,7 +24,7 @@ def bound(body: str, signature: str = "(int64[N] i, float[N, 2] x) => (float[] y
     model = ir.serde.deserialize_model(parse(signature, body, 20, **{"table": TABLE, **tensors}))
     shape_inference.infer(model)
     [y] = model.graph.outputs
-    return Ranges(model.graph, finite=True).magnitude(y)
+    return ValueRanges(model.graph, finite=True).magnitude(y)
 
 
 @pytest.mark.parametrize(
@@ -131,4 +131,4 @@ def test_what_operators_bound_by_construction(body: str, weights: dict[str, floa
     tensors = {name: np.float32(number) for name, number in weights.items()}
     graph = as_ir(parse(signature, body, 20, **tensors))
     infer_types(graph)
-    assert Ranges(graph.graph, finite=False).magnitude(graph.graph.outputs[0]) == expected
+    assert ValueRanges(graph.graph, finite=False).magnitude(graph.graph.outputs[0]) == expected

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from layerline.backends import subprocess_build
-from layerline.backends.subprocess_build import Limits, Log
+from layerline.backends.subprocess_build import Limits, OutputLog
 
 
 class Direct:
     """A relay with nothing between."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: OutputLog) -> None:
         self.say = log.say
 
     def suspect(self, text: str) -> None: ...
 
 
-def _here(function: Callable[..., Any], *args: Any, limits: Limits, log: Log) -> Any:
+def _here(function: Callable[..., Any], *args: Any, limits: Limits, log: OutputLog) -> Any:
     return function(*args, Direct(log))
 
 

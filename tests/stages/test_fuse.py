@@ -15,7 +15,7 @@ from layerline.compare import noise_floor
 from layerline.export import probe_files
 from layerline.export.signature import Signature, Value
 from layerline.graph.fusion.firing import Firing, Site
-from layerline.graph.fusion.verify_rewrites import Proof
+from layerline.graph.fusion.verify_rewrites import RewriteProof
 from layerline.graph.io import onnx_files
 from layerline.pipeline.config.project import load
 from layerline.pipeline.errors import ConfigError, StageError
@@ -97,7 +97,7 @@ def test_every_value_that_is_gone_names_the_one_it_was_merged_into(
 def test_what_was_merged_over_several_rewrites_names_the_last() -> None:
     def merged(*rewrites: tuple[str, str], rows: str) -> dict[str, str]:
         firings = [Firing(Site("r", v), v, tuple(sources), (), {}) for v, sources in rewrites]
-        done: Any = SimpleNamespace(proofs=[Proof(f, 0.0, 0.0, 0) for f in firings])
+        done: Any = SimpleNamespace(proofs=[RewriteProof(f, 0.0, 0.0, 0) for f in firings])
         return fuse._merged(done, [LayerDiff(name=n, op="Conv") for n in rows])
 
     assert merged(("b", "ab"), ("d", "bcd"), rows="d") == {"a": "d", "b": "d", "c": "d"}

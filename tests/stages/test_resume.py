@@ -17,7 +17,7 @@ from layerline.pipeline.report import Report
 from layerline.stages.train import Train
 from layerline.training.data.batches import Batches
 from layerline.training.loop.accumulation import Window
-from layerline.training.loop.ema import Ema
+from layerline.training.loop.ema import EmaPolicy
 from layerline.training.optimizers.lr import Rate
 from layerline.training.run import proof_process
 from layerline.training.state import checkpoint, prove_resume, safetensors_io
@@ -103,7 +103,7 @@ def _nothing(*_: Any) -> None: ...
 FORGOTTEN: dict[str, tuple[object, str, str]] = {
     "data position": (Batches, "load_state_dict", "data/epoch "),
     "random state": (checkpoint, "_restore_rng", "rng/"),
-    "averages": (Ema, "load", "ema/"),
+    "averages": (EmaPolicy, "load", "ema/"),
     "weights": (checkpoint.names, "load", "online/"),
     "optimizer": (checkpoint.optimizer_state, "restore", "online/"),  # the weights that it moves tell first
     "learning rate": (Rate, "load_state_dict", "rate/"),

@@ -21,7 +21,7 @@ from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.init import from_files
 from layerline.pipeline.init.generated_files import (
     Hooks,
-    Section,
+    StageSection,
     check_yaml,
     pipe_yaml,
     python_file,
@@ -109,9 +109,9 @@ def test_control_characters_in_names_are_escaped(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dim", [n for n in [*NAMES, *CONTROL] if n])
 def test_names_in_comments_stay_comments(dim: str) -> None:
-    section = Section({"file": "m.onnx"}, comments=[f"{dim} axis 0"])
+    section = StageSection({"file": "m.onnx"}, comments=[f"{dim} axis 0"])
     name = dim.replace("\0", "")  # no YAML text holds it, nor does the name of a folder
-    text = pipe_yaml(name, dim, {"import-onnx": section, "quantize": Section({"mode": "int8"})})
+    text = pipe_yaml(name, dim, {"import-onnx": section, "quantize": StageSection({"mode": "int8"})})
     assert plain(parse(text, "p")) == {
         "name": name, "task": "task.py", "import-onnx": {"file": "m.onnx"}, "quantize": {"mode": "int8"},
     }  # fmt: skip

@@ -224,7 +224,7 @@ def test_ten_and_ten_steps_are_twenty(warmup: Any, start: int, tmp_path: Path) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_an_average_that_was_not_saved_starts_at_the_weights(dtype: torch.dtype) -> None:
     sources = {"old": torch.full((2,), 2.0, dtype=dtype), "new": torch.full((3,), 3.0, dtype=dtype)}
-    followed = ema.Ema({n: torch.zeros_like(t) for n, t in sources.items()}, EmaConfig(decay=0.5))
+    followed = ema.EmaPolicy({n: torch.zeros_like(t) for n, t in sources.items()}, EmaConfig(decay=0.5))
     for source, tensor in zip(followed.sources, sources.values(), strict=True):
         source.copy_(tensor)
     held = followed.shadow[0]

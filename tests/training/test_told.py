@@ -20,7 +20,7 @@ from layerline.training.config.sections import Config, EmaConfig, OptimizerConfi
 from layerline.training.loop.masks import Gradual, magnitude
 from layerline.training.loop.step_engine import Lane
 from layerline.training.run.train_loop import accepted
-from layerline.training.state.prove_resume import Difference, Proof
+from layerline.training.state.prove_resume import Difference, ResumeProof
 
 X = torch.ones(4, 3)
 
@@ -352,14 +352,14 @@ def test_validation_without_data_is_told_before_training(tmp_path: Path) -> None
 
 
 def test_a_proof_over_rejected_steps_proves_nothing() -> None:
-    proof = Proof(0, "", 3, 7, 0)
+    proof = ResumeProof(0, "", 3, 7, 0)
     assert not proof.passed and "nothing is proved" in str(proof) and "triage" in proof.hint
     (gate,) = _proved(proof, asked=3, interrupted=False).gates
     assert not gate.passed and gate.hint == proof.hint
 
 
 def test_a_proof_says_its_cause_and_that_it_was_cut_short() -> None:
-    passed = Proof(0, "", 3, 7, 6)
+    passed = ResumeProof(0, "", 3, 7, 6)
     assert passed.passed and not passed.hint
     assert _proved(passed, asked=3, interrupted=False).notes == ()
     assert _proved(passed, asked=100, interrupted=False).notes == (
@@ -367,7 +367,7 @@ def test_a_proof_says_its_cause_and_that_it_was_cut_short() -> None:
     )
     for name, repeats, hint in (("data/x", True, "train_data()"), ("online/w", True, "register"),
                                 ("online/w", False, "not at fault")):  # fmt: skip
-        failed = Proof(0, "", 3, 7, 6, Difference(name, 4, 1, "a", "b", repeats))
+        failed = ResumeProof(0, "", 3, 7, 6, Difference(name, 4, 1, "a", "b", repeats))
         assert not failed.passed and hint in failed.hint
     assert "outside of its state_dict()" in Difference("online/w", 4, 1, "a", "b", True).hint
 

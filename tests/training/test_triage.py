@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import StageError
 from layerline.training.config.sections import Config
-from layerline.training.diagnostics.triage import Finding, Recorder
+from layerline.training.diagnostics.triage import Recorder, StepDiagnosis
 from layerline.training.loop.step_engine import Lane
 
 
@@ -47,7 +47,9 @@ def _net(function: Any = lambda x: x, own: Any = lambda x: x) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), Block(function, own), nn.Linear(4, 2))
 
 
-def _look(model: nn.Module, *batches: Any, loss: Any = lambda out: out.square().mean(), **sections: Any) -> Finding:
+def _look(
+    model: nn.Module, *batches: Any, loss: Any = lambda out: out.square().mean(), **sections: Any
+) -> StepDiagnosis:
     """What is found in one step over some micro-batches."""
     lane = Lane(model, Config.model_validate({"accumulate": {"steps": len(batches)}, **sections}))
     recorder = Recorder(lane)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from layerline.parity.flipped_samples import png
-from layerline.pipeline.commands.lookup import Log
+from layerline.pipeline.commands.lookup import LogRows
 from layerline.pipeline.report import CHANNELS, FLIPPED, HISTOGRAMS, Gate, Report
 from layerline.views.canvas import WIDTHS
 from layerline.views.html import LONG, page
@@ -79,7 +79,7 @@ def measured(folder: Path, text: str) -> dict[int, dict[str, Any]]:
     return dict(zip(WINDOWS, json.loads(unescape(found)), strict=True))
 
 
-def log() -> Log:
+def log() -> LogRows:
     return [
         {
             "step": 2500.0 * i,

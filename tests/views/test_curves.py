@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerline.pipeline.commands.lookup import Log
+from layerline.pipeline.commands.lookup import LogRows
 from layerline.views.canvas import LEFT, RIGHT, WIDTHS
 from layerline.views.curves import curves, validated
 from layerline.views.html import page
@@ -21,7 +21,7 @@ HEADS = ["step", "loss", "loss_smooth", "lr", "metric_online", "metric_deploy", 
 cells = st.one_of(st.none(), st.floats(-1e30, 1e30), st.sampled_from([math.inf, -math.inf]))
 
 
-def log(rows: list[dict[str, float | None]]) -> Log:
+def log(rows: list[dict[str, float | None]]) -> LogRows:
     """The rows that a Monitor writes: what was not measured is left out."""
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 

@@ -29,7 +29,7 @@ _PLACES: Mapping[Phase, str] = {
 
 
 @dataclass(frozen=True)
-class Origin:
+class NonFiniteOrigin:
     """The first tensor that is not finite."""
 
     phase: Phase  # part of the step; "loss" is everything after the model
@@ -79,7 +79,7 @@ class Pass:
         return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)
 
 
-def trace(model: nn.Module, recorded: Pass) -> Origin | None:
+def trace(model: nn.Module, recorded: Pass) -> NonFiniteOrigin | None:
     """Runs the pass again and finds the origin of its first relevant NaN or Inf; None where everything is finite.
 
     An operator is an origin when its result isn't finite and all its inputs are. An Inf that was written on purpose (a
@@ -116,7 +116,7 @@ def trace(model: nn.Module, recorded: Pass) -> Origin | None:
     return _explain(watch, sources, ())
 
 
-def weights(model: nn.Module) -> Origin | None:
+def weights(model: nn.Module) -> NonFiniteOrigin | None:
     """The first trained parameter that is not finite."""
     for name, param in named(model).params.items():
         if param.requires_grad and not _finite(param):
@@ -135,7 +135,7 @@ def output_tensors(out: Any) -> list[Tensor]:
 class _Birth:
     """A result that is not finite although no input has a NaN."""
 
-    origin: Origin
+    origin: NonFiniteOrigin
     intended: bool
     from_inf: bool
 
@@ -174,10 +174,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._births.append(_Birth(origin, intended=got_inf and not nan, from_inf=had_inf))
         return out
 
-    def origin(self) -> tuple[Origin | None, bool]:
+    def origin(self) -> tuple[NonFiniteOrigin | None, bool]:
         """The operator that explains the first NaN (without a NaN, the first Inf that was not written on purpose), and
         whether the cause is an Inf that no operator computed."""
-        computed_infs: list[Origin] = []
+        computed_infs: list[NonFiniteOrigin] = []
         for birth in self._births:
             if birth.origin.nan:
                 if birth.from_inf and computed_infs:
@@ -200,7 +200,7 @@ class _Source:
     batch: int
     trained: bool = False
 
-    def origin(self) -> Origin:
+    def origin(self) -> NonFiniteOrigin:
         # Of "input 0" nothing lies before the last dot.
         return _origin(self.phase, self.what.rpartition(".")[0], self.what, self.tensor, self.batch)
 
@@ -230,7 +230,7 @@ def _sources(model: nn.Module, recorded: Pass) -> Iterator[_Source]:
                 yield _Source("input", f"input {key}", tensor, recorded.batch)
 
 
-def _explain(watch: _Watch, sources: Sequence[_Source], affected: tuple[int, ...]) -> Origin | None:
+def _explain(watch: _Watch, sources: Sequence[_Source], affected: tuple[int, ...]) -> NonFiniteOrigin | None:
     operator, from_inf = watch.origin()
     if operator is not None:
         affected = operator.samples
@@ -240,11 +240,11 @@ def _explain(watch: _Watch, sources: Sequence[_Source], affected: tuple[int, ...
     return operator
 
 
-def _origin(phase: Phase, module: str, what: str, tensor: Tensor, batch: int) -> Origin:
+def _origin(phase: Phase, module: str, what: str, tensor: Tensor, batch: int) -> NonFiniteOrigin:
     nan = int(torch.isnan(tensor).sum())
     inf = int(torch.isinf(tensor).sum())
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Origin(phase, module, what, tuple(tensor.shape), dtype, nan, inf, _rows(tensor, batch), batch)
+    return NonFiniteOrigin(phase, module, what, tuple(tensor.shape), dtype, nan, inf, _rows(tensor, batch), batch)
 
 
 def _rows(tensor: Tensor, batch: int) -> tuple[int, ...]:

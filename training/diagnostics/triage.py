@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from layerline.pipeline.errors import StageError
-from layerline.training.diagnostics.nan_localizer import Origin, Pass, output_tensors, trace, weights
+from layerline.training.diagnostics.nan_localizer import NonFiniteOrigin, Pass, output_tensors, trace, weights
 from layerline.training.loop import rejected_steps as rejected
 from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.canonical_names import unwrap
@@ -22,14 +22,16 @@ _ROLL_BACKS = 3
 
 
 @dataclass(frozen=True)
-class Finding:
+class StepDiagnosis:
     """The diagnosis of the first of several rejected steps in a row."""
 
     step: int  # the rejected optimizer step; 1 is the first
     loss: float  # loss, norm: loss and gradient norm of the step
     norm: float
     micro_batch: int = 0  # the micro-batch of the window in which it began; 0 is the first
-    origin: Origin | None = None  # the first non-finite tensor; None when the same micro-batches, run again, are finite
+    origin: NonFiniteOrigin | None = (
+        None  # the first non-finite tensor; None when the same micro-batches, run again, are finite
+    )
     rank: int | None = None  # the rank of that micro-batch, where there are several
     replayed: bool = True  # whether every loss of the window came from calls of the model, and so could run again
 
@@ -51,7 +53,7 @@ class Finding:
         return text
 
 
-def _advice(origin: Origin | None) -> tuple[str, str]:
+def _advice(origin: NonFiniteOrigin | None) -> tuple[str, str]:
     """The place to look at, and what to look for."""
     if origin is None:
         return "loss", "look at the code that isn't run again: the loss, and parts of the loop that change gradients"
@@ -65,7 +67,7 @@ def _advice(origin: Origin | None) -> tuple[str, str]:
     return origin.module or "the model", hint
 
 
-def _first_of(of_ranks: Sequence[Finding]) -> Finding | None:
+def _first_of(of_ranks: Sequence[StepDiagnosis]) -> StepDiagnosis | None:
     for rank, finding in enumerate(of_ranks):
         if finding.origin is not None:
             return replace(finding, rank=rank)
@@ -83,7 +85,7 @@ class Recorder:
         lane.model.register_forward_pre_hook(Attached(self._before), with_kwargs=True)
         lane.model.register_forward_hook(Attached(self._after))
 
-    def find(self, loss: float, norm: float) -> Finding:
+    def find(self, loss: float, norm: float) -> StepDiagnosis:
         """Runs the window's passes again, in their order, until one isn't finite."""
         lane = self._lane
         # A pass in eval mode without gradients, such as a validation, is not part of the step.
@@ -94,18 +96,20 @@ class Recorder:
         for index, recorded in enumerate(passes):
             origin = trace(lane.model, recorded)
             if origin is not None and origin.phase == "loss" and not all(recorded.finite):
-                return Finding(step, loss, norm)  # it began in the model, whose outputs are finite now
+                return StepDiagnosis(step, loss, norm)  # it began in the model, whose outputs are finite now
             if origin is not None:
-                return Finding(step, loss, norm, index, origin)
+                return StepDiagnosis(step, loss, norm, index, origin)
         if sum(bool(recorded.gradients) for recorded in passes) < max(lane.window.micro, len(losses)):
-            return Finding(step, loss, norm, origin=weights(lane.model), replayed=False)
+            return StepDiagnosis(step, loss, norm, origin=weights(lane.model), replayed=False)
         for index, value in enumerate(losses):
             if not torch.isfinite(value):
                 # Outputs and gradients of the model are finite, so the loss function made it.
                 nan = int(torch.isnan(value))
                 dtype = str(value.dtype).removeprefix("torch.")
-                return Finding(step, loss, norm, index, Origin("loss", "", "the loss", (), dtype, nan, 1 - nan))
-        return Finding(step, loss, norm)
+                return StepDiagnosis(
+                    step, loss, norm, index, NonFiniteOrigin("loss", "", "the loss", (), dtype, nan, 1 - nan)
+                )
+        return StepDiagnosis(step, loss, norm)
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         lane = self._lane
@@ -135,7 +139,9 @@ class Judge:
     def __init__(self, lane: LaneState, roll_back: Callable[[], str | None]) -> None:
         self._config, self._roll_back = lane.config.nonfinite, roll_back
         self.recorder = Recorder(lane) if self._config.triage else None
-        self.findings: list[Finding] = []  # one for each sequence of rejected steps, where `nonfinite.triage` is on
+        self.findings: list[
+            StepDiagnosis
+        ] = []  # one for each sequence of rejected steps, where `nonfinite.triage` is on
         self._restored, self._times = -1, 0
 
     def rejected(self, lane: LaneState, loss: float, norm: float) -> None:

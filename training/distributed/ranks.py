@@ -18,7 +18,7 @@ from layerline.pipeline.untrusted import launched
 from layerline.training.config.sections import Config, DistributedConfig
 from layerline.training.distributed import rendezvous as launch
 from layerline.training.distributed.rendezvous import Phases, meet, rendezvous
-from layerline.training.model.canonical_names import Named
+from layerline.training.model.canonical_names import NamedTensors
 
 _MEETINGS = itertools.count()
 # One per process group, however many optimizers there are.
@@ -27,7 +27,7 @@ _JOINED: dict[Any, Ranks] = {}
 _OWN = {"save_dir"}
 # Greatest message in which tensors are sent outside of a backward pass.
 _MESSAGE_BYTES = 1 << 26
-Line = tuple[str, str]
+ParamLine = tuple[str, str]
 T = TypeVar("T")
 
 
@@ -105,7 +105,7 @@ class Ranks:
             unflatten(flat, bucket)
 
     def compare(
-        self, rows: Sequence[Line], hint: str = "build the same model with the same configuration on each rank"
+        self, rows: Sequence[ParamLine], hint: str = "build the same model with the same configuration on each rank"
     ) -> None:
         """Refuses to train where ranks differ."""
         # Ranks that are missing are named here: a collective could only wait for them.
@@ -192,9 +192,9 @@ def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     torch._foreach_copy_(list(tensors), [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)])
 
 
-def lines(model: Named, config: Config) -> list[Line]:
+def lines(model: NamedTensors, config: Config) -> list[ParamLine]:
     """What must be equal on all ranks: torch's version, tensors in their order, ties, configuration."""
-    out: list[Line] = [("torch", str(torch.__version__))]
+    out: list[ParamLine] = [("torch", str(torch.__version__))]
     for name, param in model.params.items():
         text = kind(param)
         if not param.requires_grad:

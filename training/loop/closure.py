@@ -12,7 +12,7 @@ from layerline.training.loop.accumulation import check_loss
 from layerline.training.loop.lane_state import LaneState
 
 
-class Evaluation:
+class LossClosure:
     """What an optimizer is handed as its closure: clears gradients, runs forward and backward, returns the loss."""
 
     def __init__(self, lane: LaneState, closure: Callable[[], Tensor]) -> None:

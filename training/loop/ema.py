@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline.training.config.sections import Config, EmaConfig
-from layerline.training.model.canonical_names import Named, Slots
+from layerline.training.model.canonical_names import NamedTensors, Slots
 from layerline.training.model.policy import Policy
 from layerline.training.model.precision import HALF, Masters, wide
 from layerline.training.model.split_tensors import local
@@ -27,7 +27,7 @@ def decay_at(config: EmaConfig, update: int) -> float:
     return decay * -math.expm1(-update / config.warmup)
 
 
-def averaged(model: Named, masters: Masters | None = None) -> dict[str, Tensor]:
+def averaged(model: NamedTensors, masters: Masters | None = None) -> dict[str, Tensor]:
     """What an average follows: trained parameters (their masters where there are any) and normalisation statistics."""
     sources: dict[str, Tensor] = {}
     for name, param in model.params.items():
@@ -36,17 +36,17 @@ def averaged(model: Named, masters: Masters | None = None) -> dict[str, Tensor]:
     return sources | statistics(model)
 
 
-def statistics(model: Named) -> dict[str, Tensor]:
+def statistics(model: NamedTensors) -> dict[str, Tensor]:
     """Running means and variances of the normalisation layers."""
     return {n: b for n, b in norm_buffers(model).items() if b.is_floating_point()}
 
 
-def norm_buffers(model: Named) -> dict[str, Tensor]:
+def norm_buffers(model: NamedTensors) -> dict[str, Tensor]:
     """All that normalisation layers keep from batch to batch: their statistics, and how many batches they counted."""
     return {n: b for n, b in model.buffers.items() if isinstance(model.owners[n], nn.modules.batchnorm._NormBase)}
 
 
-def average(model: Named, masters: Masters | None, config: Config) -> Ema | None:
+def average(model: NamedTensors, masters: Masters | None, config: Config) -> EmaPolicy | None:
     """What will ship in place of the weights: their moving average, their mean at the end, or None."""
     start = config.swa_start
     if not start and not config.ema.on:
@@ -54,10 +54,10 @@ def average(model: Named, masters: Masters | None, config: Config) -> Ema | None
     settings = config.ema
     if start:
         settings = EmaConfig(start_step=start)
-    return Ema(averaged(model, masters), settings, Slots(model, statistics(model)), mean=start > 0)
+    return EmaPolicy(averaged(model, masters), settings, Slots(model, statistics(model)), mean=start > 0)
 
 
-class Ema(Policy):
+class EmaPolicy(Policy):
     """The average of a set of tensors, which are read as they are at each update: `module.to()` may move them. `live`
     says where the model holds those that are buffers; a forward pass may replace them. `mean` takes the plain mean of
     the weights from `start_step` on; decay and warm-up say nothing then."""

@@ -17,7 +17,7 @@ from layerline.training.config.sections import Config
 from layerline.training.loop.accumulation import Window
 from layerline.training.loop.ema import average
 from layerline.training.loop.monitors import Monitor
-from layerline.training.loop.running_stats_guard import Guard, guarded
+from layerline.training.loop.running_stats_guard import RunningStatsGuard, guarded
 from layerline.training.model.canonical_names import Slots, named
 from layerline.training.model.policy import Policy
 from layerline.training.model.precision import LossScale, masters
@@ -97,7 +97,7 @@ class LaneState:
         self.ema = average(self.named, self.masters, config)
         self.monitor = Monitor(config.monitor, self.names, self.stepped)
         statistics = Slots(self.named, guarded(self.named))
-        self.guard = Guard(statistics) if statistics.names else None
+        self.guard = RunningStatsGuard(statistics) if statistics.names else None
         self.peers: RankExchange | None = None  # the exchange with other ranks; None in a single process
         self.masks: Policy | None = None
         self.judge: RejectionPolicy | None = None  # what follows rejected steps; None for the default policy

@@ -8,7 +8,7 @@ from __future__ import annotations
 from layerline.pipeline.errors import ConfigError
 from layerline.training.loop.ema import statistics
 from layerline.training.loop.lane_state import LaneState
-from layerline.training.loop.running_stats_guard import Guard, guarded
+from layerline.training.loop.running_stats_guard import RunningStatsGuard, guarded
 from layerline.training.model.canonical_names import Slots, named
 from layerline.training.model.precision import masters
 from layerline.training.optimizers import custom, param_groups, registry
@@ -96,7 +96,7 @@ def take_over(lane: LaneState) -> None:
     if not live.names:
         lane.guard = None
     elif lane.guard is None:
-        lane.guard = Guard(live)
+        lane.guard = RunningStatsGuard(live)
     else:
         lane.guard.follow(live)
     if lane.masters is not None:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from layerline.training.loop.ema import norm_buffers
-from layerline.training.model.canonical_names import Named, Slots
+from layerline.training.model.canonical_names import NamedTensors, Slots
 from layerline.training.model.fake_quantization import is_observer
 from layerline.training.model.policy import Policy
 
 
-def guarded(model: Named) -> dict[str, Tensor]:
+def guarded(model: NamedTensors) -> dict[str, Tensor]:
     """The buffers that a forward pass in training mode changes: of normalisation layers, and of observers and fake
     quantisation."""
     observed = {n: b for n, b in model.buffers.items() if is_observer(model.owners[n])}
@@ -23,7 +23,7 @@ def guarded(model: Named) -> dict[str, Tensor]:
     return norm_buffers(model) | {n: b for n, b in observed.items() if not n.endswith("_enabled")}
 
 
-class Guard(Policy):
+class RunningStatsGuard(Policy):
     """Copies of what such buffers hold (means, variances, counters, ranges) as the last accepted step left it."""
 
     name = "guard"

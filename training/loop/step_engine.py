@@ -40,7 +40,7 @@ class Lane(LaneState):
 
     def __init__(self, model: nn.Module, config: Config, optimizer: Any = None, *, shared: bool = False) -> None:
         super().__init__(model, config, optimizer, shared=shared)
-        self._evaluation: closures.Evaluation | None = None
+        self._evaluation: closures.LossClosure | None = None
         # Copied from the configuration: after a forward pass its objects are no longer in the CPU's cache.
         self._max_norm = config.clip.max_norm or math.inf
         self._max_value = config.clip.value
@@ -160,7 +160,7 @@ class Lane(LaneState):
         """A step of an optimizer that evaluates the loss itself: whether the weights moved, and the first loss."""
         self.refuse_averages("step")
         closures.check(self)
-        self._evaluation = evaluation = closures.Evaluation(self, closure)
+        self._evaluation = evaluation = closures.LossClosure(self, closure)
         self.window.add(evaluation.loss, None)
         self.window.close()
         try:

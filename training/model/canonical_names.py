@@ -32,7 +32,7 @@ _SEGMENTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedTensors:
     """A model's tensors, each once, in registration order."""
 
     params: dict[str, nn.Parameter]  # parameters by canonical name
@@ -48,7 +48,7 @@ class Named:
 class Slots:
     """The places of buffers in a model. A forward pass may put new tensors there."""
 
-    def __init__(self, model: Named, names: Iterable[str]) -> None:
+    def __init__(self, model: NamedTensors, names: Iterable[str]) -> None:
         self.names = list(names)
         self._places = [(model.owners[n]._buffers, n.rpartition(".")[2]) for n in self.names]
 
@@ -83,10 +83,10 @@ def first_paths(model: nn.Module) -> dict[nn.Module, str]:
     return paths
 
 
-def named(model: nn.Module) -> Named:
+def named(model: nn.Module) -> NamedTensors:
     """Names of a model's tensors. Two names are tied when they hold the same Parameter, or two with the same memory,
     shape and strides."""
-    out = Named({}, {}, {}, {})
+    out = NamedTensors({}, {}, {}, {})
     first_names: dict[tuple[object, ...], str] = {}
     for path, module in modules(model):
         kinds: tuple[tuple[Any, Any], ...] = ((module._parameters, out.params), (module._buffers, out.buffers))
@@ -120,7 +120,7 @@ def check_apart(models: Mapping[str, nn.Module]) -> None:
                                   hint="keep it in one of them, or freeze it (requires_grad_(False))")  # fmt: skip
 
 
-def check_copy(model: Named, copied: nn.Module) -> None:
+def check_copy(model: NamedTensors, copied: nn.Module) -> None:
     """Refuses a deep copy that would not train as the model: copy.deepcopy copies each parameter alone and densely."""
     hint = "save_ckpt, and load_ckpt into a model that is built anew"
     copies = named(copied).params
@@ -138,7 +138,7 @@ def check_copy(model: Named, copied: nn.Module) -> None:
         neighbours.append(name)
 
 
-def strip(state: Mapping[str, Tensor], model: Named) -> dict[str, Tensor]:
+def strip(state: Mapping[str, Tensor], model: NamedTensors) -> dict[str, Tensor]:
     """A state dict saved from a wrapped model, by canonical names. Tied names are merged."""
     names = model.tensors.keys() | model.aliases.keys()
     out: dict[str, Tensor] = {}
@@ -185,7 +185,7 @@ def check(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tens
     return tensors, target
 
 
-def resized(model: Named, tensors: Mapping[str, Tensor], *, try_only: bool = True) -> set[str]:
+def resized(model: NamedTensors, tensors: Mapping[str, Tensor], *, try_only: bool = True) -> set[str]:
     """Buffers that their module resizes when it loads a tensor of another shape, as load_state_dict() allows."""
     # For example, the scale of a per-channel FakeQuantize is one number until its first forward pass.
     differing: dict[nn.Module, list[str]] = {}

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.nearest import did_you_mean
 from layerline.training.config.sections import GroupRule, OptimizerConfig
-from layerline.training.model.canonical_names import Named, unwrap
+from layerline.training.model.canonical_names import NamedTensors, unwrap
 
 _NORMS = (
     nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm,
@@ -35,7 +35,7 @@ class Member:
     rule: GroupRule | None = None  # the rule that holds for it
 
 
-def members(model: Named, no_decay: Iterable[str] = ()) -> tuple[Member, ...]:
+def members(model: NamedTensors, no_decay: Iterable[str] = ()) -> tuple[Member, ...]:
     """Every parameter that is trained, once, with its group; `_spared` has the reasons not to decay."""
     names = {name: [name] for name, param in model.params.items() if param.requires_grad}
     if not names:
@@ -93,7 +93,7 @@ def _spared(name: str, param: nn.Parameter, owner: nn.Module, patterns: list[str
 _SECOND_STACK = 0.5
 
 
-def placed(model: nn.Module, named: Named, config: OptimizerConfig) -> tuple[Member, ...]:
+def placed(model: nn.Module, named: NamedTensors, config: OptimizerConfig) -> tuple[Member, ...]:
     """Every trained parameter with its weight decay and its share of the rate. The first rule of `optimizer.groups`
     that matches one of a parameter's names decides."""
     out = members(named, config.no_decay)

@@ -24,7 +24,7 @@ from layerline.training.state import checkpoint, safetensors_io
 if TYPE_CHECKING:
     from layerline.training.setup.model_optimizer import ModelOptimizer
 
-Report = Callable[[Mapping[str, Any]], None]
+SendReport = Callable[[Mapping[str, Any]], None]
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
         sys.exit(error.exit_code)
 
 
-def _run(job: Mapping[str, Any], report: Report) -> None:
+def _run(job: Mapping[str, Any], report: SendReport) -> None:
     mo, step, left = _build(job)
     steps = job["steps"]
     if "load" in job:

@@ -45,7 +45,7 @@ _SAVE_EVERY_S, _SAVE_SHARE = 10.0, 20
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """One training run."""
 
     task: Task
@@ -73,7 +73,7 @@ class Run:
 
 def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch_size: int, seed: int, workers: int = 0,
             device: torch.device, parts: Mapping[str, str] | None = None, model: nn.Module | None = None,
-            teacher: nn.Module | None = None) -> Run:  # fmt: skip
+            teacher: nn.Module | None = None) -> TrainingRun:  # fmt: skip
     """Builds model, data and optimizer from the task's hooks. All random draws come from `seed`.
 
     Args:
@@ -118,7 +118,7 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     if rank:
         seed_parts.append(rank)
     rng_state.seed_all(rng_state.mix(*seed_parts))
-    return Run(task, model, mo, batches, loss, device, total, initial, {})
+    return TrainingRun(task, model, mo, batches, loss, device, total, initial, {})
 
 
 def check_evaluation(task: Task, config: Config) -> None:
@@ -139,7 +139,7 @@ def _code_and_data(parts: Mapping[str, str]) -> list[tuple[str, str]]:
     return lines
 
 
-def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
+def train(run: TrainingRun, scratch: Path, log: Log, *, save_every: int = 0) -> None:
     """Runs to the end, from the newest sound checkpoint in `scratch` where there is one. A checkpoint is written every
     `save_every` optimizer steps, every ten seconds or so, and at an interrupt."""
     mo, folder = run.mo, scratch / "checkpoints"
@@ -189,7 +189,7 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
         _draw(run, log)
 
 
-def take_best(run: Run) -> str:
+def take_best(run: TrainingRun) -> str:
     """Loads the best checkpoint where `keep_best` keeps one, and returns a note on it."""
     best = run.mo.best
     if best is None or not best.entries:
@@ -206,7 +206,7 @@ def take_best(run: Run) -> str:
     return f"the weights are those of step {step} with the best metric, {metric:.6g}; {last}"
 
 
-def _agreed(run: Run, save: bool, stop: bool) -> tuple[bool, bool]:
+def _agreed(run: TrainingRun, save: bool, stop: bool) -> tuple[bool, bool]:
     """Whether to save and to stop now. All ranks must do so at the same step: one asks, and the next step tells all."""
     peers = run.lane.peers
     if peers is None:
@@ -217,7 +217,7 @@ def _agreed(run: Run, save: bool, stop: bool) -> tuple[bool, bool]:
     return asked >= 1.0, asked >= 2.0
 
 
-def one_batch(run: Run, stream: Iterator[Any]) -> Any:
+def one_batch(run: TrainingRun, stream: Iterator[Any]) -> Any:
     """Trains on the next batch of `stream` and returns it. The last batch of an epoch ends the window."""
     mo = run.mo
     with run.task.blaming("drawing a batch of train_data()"):
@@ -325,7 +325,7 @@ def steps_per_epoch(batches: Batches, accumulate: int) -> int:
     return -(-batches.per_epoch // accumulate)
 
 
-def _draw(run: Run, log: Log) -> None:
+def _draw(run: TrainingRun, log: Log) -> None:
     lane = run.lane
     figures = {"loss": lane.loss, "lr": run.mo.current_lr, "grad_norm": run.mo.grad_norm, **lane.monitor.speed()}
     log.progress(run.attempted, run.total, **figures)

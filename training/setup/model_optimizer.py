@@ -29,7 +29,7 @@ from layerline.training.optimizers import custom
 from layerline.training.setup import capabilities, members
 from layerline.training.setup.plan import Plan, plan, plan_all
 from layerline.training.state import checkpoint
-from layerline.training.state.prove_resume import Proof, prove
+from layerline.training.state.prove_resume import ResumeProof, prove
 
 
 class ModelOptimizer:
@@ -392,7 +392,7 @@ class ModelOptimizer:
             return plan_all(self.lanes)
         return plan(self._lane(only, "plan"))
 
-    def prove_resume(self, steps: int, make: str, *, start: str | Path | None = None) -> Proof:
+    def prove_resume(self, steps: int, make: str, *, start: str | Path | None = None) -> ResumeProof:
         """Compares a run that is resumed in a second process with one in a single process, bit for bit. This object is
         not used or changed.
 

@@ -58,7 +58,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Proof:
+class ResumeProof:
     """The result of the comparison."""
 
     first: int  # step at which the runs began
@@ -92,7 +92,7 @@ class Proof:
 
 
 def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, start: str | Path | None = None,
-          progress: Callable[[int, int], object] = lambda *_: None) -> Proof:  # fmt: skip
+          progress: Callable[[int, int], object] = lambda *_: None) -> ResumeProof:  # fmt: skip
     """Runs `steps` calls of step(), saves, runs as many again; then a fresh process loads and runs the second half.
 
     Args:
@@ -127,7 +127,7 @@ def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, 
                 repeats=repeats,
             )
     accepted = straight[-1]["at"] - first["first"]
-    return Proof(first["first"], first["from"], steps, len(resumed[-1]["state"]), accepted, difference)
+    return ResumeProof(first["first"], first["from"], steps, len(resumed[-1]["state"]), accepted, difference)
 
 
 def _run(job: Mapping[str, Any], folder: Path, progress: Callable[[int], object]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.outline import dtype_name
 from layerline.training.model import canonical_names
-from layerline.training.model.canonical_names import Named
+from layerline.training.model.canonical_names import NamedTensors
 from layerline.training.model.tensor_forms import check_dense
 
 _AVERAGES = frozenset({"ema", "averaged", "average", "avg", "shadow", "swa"})
@@ -29,7 +29,7 @@ _DEEPEST = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class LoadedState:
     """One state dict of a file."""
 
     path: str  # its place in the file, keys joined by dots; ends with a dot where it is a prefix that names share
@@ -47,7 +47,7 @@ class State:
 class Fit:
     """The result of comparing a state dict with the model."""
 
-    state: State
+    state: LoadedState
     tensors: Mapping[str, Tensor]  # tensors that fit, by canonical name
     missing: tuple[str, ...] = ()  # names that only the model has
     wrong: tuple[str, ...] = ()  # one message for each unknown name and each shape or type that differs
@@ -59,7 +59,7 @@ class Fit:
         return not self.missing and not self.wrong
 
 
-def check(fit: Fit, model: Named) -> None:
+def check(fit: Fit, model: NamedTensors) -> None:
     """Refuses weights that are not finite, in the file or in the model's types. A buffer may hold Inf, as masks do."""
     for name, target in model.tensors.items():
         tensor = fit.tensors[name]
@@ -79,26 +79,26 @@ def check(fit: Fit, model: Named) -> None:
             raise StageError(what, where=fit.state.where, hint="use a checkpoint from before the training diverged")
 
 
-def states(tree: Any) -> list[State]:
+def states(tree: Any) -> list[LoadedState]:
     """Every state dict in the content of a file, outer ones first: each container with the tensors below it, by the
     keys to them joined by dots."""
     by_place: dict[tuple[Any, ...], dict[str, Tensor]] = {}
-    lists: list[State] = []
+    lists: list[LoadedState] = []
     for place, leaf in _leaves(tree, (), ()):
         if not isinstance(leaf, Tensor):
             path = _joined(place)
             by_position = {f"[{index}]": tensor for index, tensor in enumerate(leaf)}
-            lists.append(State(path=path, ema=_averaged(path), tensors=by_position, is_list=True))
+            lists.append(LoadedState(path=path, ema=_averaged(path), tensors=by_position, is_list=True))
             continue
         depth = len(place)
         while depth and isinstance(place[depth - 1], str):  # a name consists of text alone
             depth -= 1
         for start in range(depth, len(place)):
             by_place.setdefault(place[:start], {})[".".join(place[start:])] = leaf
-    out: list[State] = []
+    out: list[LoadedState] = []
     for place, tensors in by_place.items():
         path = _joined(place)
-        out.append(State(path=path, ema=_averaged(path) or "n_averaged" in tensors, tensors=tensors))
+        out.append(LoadedState(path=path, ema=_averaged(path) or "n_averaged" in tensors, tensors=tensors))
     return out + lists
 
 
@@ -130,7 +130,7 @@ def choose(tree: Any, model: nn.Module, *, key: str = "", ignore: Sequence[str] 
     """The online weights and the averages that fit the model; None where the file has none."""
     names = canonical_names.named(model)
     file_states = states(tree)
-    candidates: list[State] = []
+    candidates: list[LoadedState] = []
     for state in file_states:
         parts = _parts(state, names)
         candidates += [p for p in parts if not key or p.where == key or p.path.startswith(f"{key}.")]
@@ -147,7 +147,7 @@ def choose(tree: Any, model: nn.Module, *, key: str = "", ignore: Sequence[str] 
     return online, averages
 
 
-def fit(state: State, model: Named, ignore: Sequence[str] = ()) -> Fit:
+def fit(state: LoadedState, model: NamedTensors, ignore: Sequence[str] = ()) -> Fit:
     """Compares a state dict with a model's names, shapes and types; names of wrappers are removed."""
     target = model.tensors
     try:
@@ -189,7 +189,7 @@ def fit(state: State, model: Named, ignore: Sequence[str] = ()) -> Fit:
                notes=tuple(notes))  # fmt: skip
 
 
-def _parts(state: State, model: Named) -> Iterator[State]:
+def _parts(state: LoadedState, model: NamedTensors) -> Iterator[LoadedState]:
     """The ways to read a state dict: as it is, below each prefix that ends where a name of the model begins, and with
     the prefix of the one module that holds the whole model."""
     if state.is_list:
@@ -205,7 +205,7 @@ def _parts(state: State, model: Named) -> Iterator[State]:
     for prefix in dict.fromkeys(prefixes):
         path = f"{state.path}.{prefix}".lstrip(".")
         below = {key.removeprefix(prefix): tensor for key, tensor in stored.items() if key.startswith(prefix)}
-        yield State(path=path, ema=state.ema or _averaged(prefix), tensors=below)
+        yield LoadedState(path=path, ema=state.ema or _averaged(prefix), tensors=below)
     roots = {n.partition(".")[0] for n in model.tensors}
     if len(roots) == 1 and state.tensors:
         yield replace(state, prefix=f"{roots.pop()}.")
@@ -218,7 +218,7 @@ def _convertible(tensor: Tensor, target: Tensor) -> bool:
     return not tensor.is_complex() and bool((tensor == tensor.to(target.dtype)).all())
 
 
-def _completed(fits: Sequence[Fit], online: Fit | None, model: Named) -> list[Fit]:
+def _completed(fits: Sequence[Fit], online: Fit | None, model: NamedTensors) -> list[Fit]:
     """Averages of parameters alone, completed by the online weights' buffers."""
     if online is None:
         return []
@@ -251,7 +251,7 @@ def _averaged(path: str) -> bool:
     return any(w.lower() in _AVERAGES for w in words)
 
 
-def _nothing_fits(file_states: Sequence[State], fits: Sequence[Fit], model: Named) -> StageError:
+def _nothing_fits(file_states: Sequence[LoadedState], fits: Sequence[Fit], model: NamedTensors) -> StageError:
     expected = f"expected {len(model.tensors)} tensors: {_some(model.tensors)}"
     lines = ["nothing in the file fits the model", expected, _listed(file_states)]
     hint = "does model() build the network that was saved?"
@@ -269,7 +269,7 @@ def _nothing_fits(file_states: Sequence[State], fits: Sequence[Fit], model: Name
     return StageError("\n    ".join(lines), where="weights", hint=hint)
 
 
-def _pattern(name: str, model: Named) -> str:
+def _pattern(name: str, model: NamedTensors) -> str:
     """`head.*` of the outermost module that the model has not; the name itself where the model has all of them."""
     for head in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
         if not any(n.startswith(f"{head}.") for n in model.tensors):
@@ -277,7 +277,7 @@ def _pattern(name: str, model: Named) -> str:
     return name
 
 
-def _listed(file_states: Sequence[State]) -> str:
+def _listed(file_states: Sequence[LoadedState]) -> str:
     shown = [f"{s.where} ({len(s.tensors)} tensors: {_some(s.tensors)})" for s in file_states[:_SHOWN]]
     return f"the file holds {'; '.join(shown) or 'no tensors'}"
 

@@ -7,7 +7,7 @@ float32; and what changes numbers, such as a fast GELU or sums in another order.
 
 from __future__ import annotations
 
-from layerline.graph.fusion.rule import Rule
+from layerline.graph.fusion.rule import FusionRule
 from layerline.graph.fusion.rules import (
     activations,
     channels,
@@ -22,7 +22,7 @@ from layerline.graph.fusion.rules import (
     transpose,
 )
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[FusionRule, ...] = (
     noop.store,
     noop.remove_unread,
     noop.identity,

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import clip_bounds, name_of, parent, scalar
-from layerline.graph.analysis.value_ranges import Ranges
+from layerline.graph.analysis.value_ranges import ValueRanges
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import everywhere, on, only_within
@@ -206,7 +206,7 @@ def guard(work: Rewriting) -> None:
     NaN too when a score is NaN or a product has overflowed, so it goes only where neither can be (value_ranges.py).
     """
     for graph in work.graphs():
-        ranges: Ranges | None = None
+        ranges: ValueRanges | None = None
         for node in graph:
             if node.op_type != "Where" or node.domain != "":
                 continue
@@ -216,7 +216,7 @@ def guard(work: Rewriting) -> None:
                 continue
             # Worked out at the first guard only: most graphs have none.
             if ranges is None:
-                ranges = Ranges(graph, finite=True)
+                ranges = ValueRanges(graph, finite=True)
             scores = softmax.inputs[0]
             if math.isfinite(ranges.magnitude(scores)):
                 work.attempt("softmax-nan-guard", node, lambda node, tape, work: node.inputs[2])  # noqa: ARG005

@@ -10,7 +10,7 @@ from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import constant, constant_tensor, is_random, rank, subgraphs, trains
 from layerline.graph.analysis.shape_functions import slice_bounds, takes_whole
-from layerline.graph.analysis.shape_inference import Symbols
+from layerline.graph.analysis.shape_inference import ShapeSymbols
 from layerline.graph.analysis.symbolic_sizes import sizes
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting, drop_initializer
@@ -147,7 +147,7 @@ def transpose(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  #
 @on("noop-slice", "Slice")
 def slice_all(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     value = node.inputs[0]
-    bounds = slice_bounds(Symbols(), node)
+    bounds = slice_bounds(ShapeSymbols(), node)
     if value is None or value.shape is None or bounds is None:
         return None
     for start, end, axis, step in zip(*bounds, strict=True):

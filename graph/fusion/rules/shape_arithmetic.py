@@ -11,8 +11,8 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import Array, constant, name_of, parent, rank
-from layerline.graph.analysis.shape_inference import Symbols
-from layerline.graph.analysis.symbolic_sizes import Sizes, sizes
+from layerline.graph.analysis.shape_inference import ShapeSymbols
+from layerline.graph.analysis.symbolic_sizes import SymbolicShape, sizes
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import everywhere, on, sole
@@ -25,7 +25,7 @@ _KINDS = frozenset({ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL})
 def fold_shapes(work: Rewriting) -> None:
     """Integer tensors whose every element is a number: the last of a chain first, so that the rest just falls away."""
     for graph in work.graphs():
-        symbols = Symbols()
+        symbols = ShapeSymbols()
         for node in reversed(list(graph)):
             output = node.outputs[0]
             if node.graph is None or node.op_type == "Constant" or output.dtype not in _KINDS:
@@ -52,7 +52,7 @@ def target(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # no
     return _reshaped(node, node.inputs[0], _target(before, after), after, tape)
 
 
-def _reshaped(node: ir.Node, data: ir.Value | None, shape: list[int], after: Sizes, tape: Tape) -> ir.Value:
+def _reshaped(node: ir.Node, data: ir.Value | None, shape: list[int], after: SymbolicShape, tape: Tape) -> ir.Value:
     """A Reshape of `data` to a stored shape in place of `node`."""
     # A stored 0 would copy a size instead of being one.
     if shape.count(-1) > 1 or 0 in after:
@@ -61,7 +61,7 @@ def _reshaped(node: ir.Node, data: ir.Value | None, shape: list[int], after: Siz
     return tape.op("Reshape", [data, stored])
 
 
-def _target(before: Sizes, after: Sizes) -> list[int]:
+def _target(before: SymbolicShape, after: SymbolicShape) -> list[int]:
     """What a Reshape from one shape to the other stores: 0 for a named size that stays in its place, -1 for others."""
     target_sizes: list[int] = []
     for axis, size in enumerate(after):
@@ -75,9 +75,9 @@ def _target(before: Sizes, after: Sizes) -> list[int]:
     return target_sizes
 
 
-def _requested_shape(node: ir.Node) -> Sizes | None:
+def _requested_shape(node: ir.Node) -> SymbolicShape | None:
     """The shape that a Reshape gives, from the tensor that holds it and from what was inferred."""
-    requested = Symbols().of(node.inputs[1])
+    requested = ShapeSymbols().of(node.inputs[1])
     inferred = sizes(node.outputs[0])
     if requested is None:
         return inferred

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import BROADCASTING, constant, parent, rank
-from layerline.graph.analysis.symbolic_sizes import Dim, Size, broadcast, product, sizes
+from layerline.graph.analysis.symbolic_sizes import IrDim, Size, broadcast, product, sizes
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on, sole
 from layerline.graph.fusion.rules.noop import permutation
@@ -43,7 +43,7 @@ def between(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # n
     return tape.op("Transpose", [first.inputs[0]], {"perm": order})
 
 
-def _groups(single: Sequence[Dim], joined: Sequence[Size]) -> list[list[int]] | None:
+def _groups(single: Sequence[IrDim], joined: Sequence[Size]) -> list[list[int]] | None:
     """For each joined axis the consecutive axes whose sizes multiply to it."""
     groups: list[list[int]] = []
     axis = 0
