@@ -20,6 +20,9 @@ _CHANGES = frozenset(
         *("popitem", "popleft", "putenv", "register", "remove", "setdefault", "update"),
     }
 )
+_CHANGES_ARGUMENT = frozenset(
+    {"copyto", "delattr", "delitem", "heapify", "heappop", "heappush", "setattr", "setitem", "shuffle"}
+)
 # Decorators of the standard library, of torch and of dataclass libraries that register nothing; a name stands for all
 # below it. Any other installed decorator may, so that what it decorates counts for every hook.
 _HARMLESS = frozenset(
@@ -83,7 +86,9 @@ def _node_has_effect(module: Names, node: ast.AST) -> bool:
         return not isinstance(node.value, ast.Constant)
     if isinstance(node, ast.Call):
         called = ast.unparse(node.func).lower()  # the names of seeds and registries say that they work by their effect
-        return module.is_ours(root_name(node.func)) or "seed" in called or "regist" in called or _hands_on(module, node)
+        if "seed" in called or "regist" in called or _changes_more(called):
+            return True
+        return module.is_ours(root_name(node.func)) or _hands_on(module, node)
     if isinstance(node, DEFINITIONS):
         return any(not _is_harmless(module, decorator) for decorator in node.decorator_list)
     if isinstance(node, ast.Attribute) and node.attr in _CHANGES:
@@ -94,6 +99,16 @@ def _node_has_effect(module: Names, node: ast.AST) -> bool:
         return True
     # `_ = f()`: the result isn't wanted, so the call is made for its effect.
     return isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "_" for t in node.targets)
+
+
+def _changes_more(called: str) -> bool:
+    """Whether the name of a function says that it changes what it is given, or a setting of its library."""
+    if "(" in called:  # a method of something that was just made
+        return False
+    function = called.rpartition(".")[2]
+    # torch ends the names of such functions in one underscore: `nn.init.zeros_`.
+    in_place = function.endswith("_") and not function.endswith("__")
+    return in_place or function.startswith("set_") or function in _CHANGES_ARGUMENT
 
 
 def _hands_on(module: Names, call: ast.Call) -> bool:

@@ -39,12 +39,15 @@ _ANY_MODULE = frozenset(
         *("cloudpickle", "dill", "joblib", "pickle", "shelve"),
     }
 )
-_ANY_MODULE_MEMBERS = frozenset({"__globals__", "f_globals", "read_pickle", "allow_pickle=True", "weights_only=False"})
+_ANY_MODULE_MEMBERS = frozenset(
+    {"__globals__", "__path__", "f_globals", "read_pickle", "allow_pickle=True", "weights_only=False"}
+)
 # Names of functions that look something up by its dotted name, whichever library they belong to.
 _LOOKS_UP = re.compile(r"instantiate|locate|import_\w+")
 _ANY_MODULE_PARTS = frozenset(
     {
         *("gc.get_objects", "gc.get_referrers", "inspect.getmodule", "inspect.stack", "inspect.trace"),
+        *("site.addpackage", "site.addsitedir"),
         *("sys.meta_path", "sys.modules", "sys.path", "sys.path_hooks", "torch.hub", "torch.package"),
         *("torch.hub.help", "torch.hub.list", "torch.hub.load"),
     }
@@ -216,6 +219,9 @@ class _Walk:
             return
         module = self.reader.module(path)
         self._imported[path] = None
+        for name, origins in module.imports.items():
+            if any(origin.module == "__future__" for origin in origins):  # it changes how the whole file is compiled
+                self.parts[f"{self.reader.relative(path)}:import {name} from __future__"] = "*"
         self.files.add_place(path.parent)
         for around in self.finder.parents(path):
             self._import(around)
@@ -294,9 +300,10 @@ class _Walk:
     def _origin(self, module: syntax.Module, name: str, origin: Origin, attributes: set[str]) -> None:
         """Follows an imported name of which only `attributes` are used; all of it when there are none."""
         self.parts[f"{self.reader.relative(module.path)}:import {name} from {origin.module}"] = str(origin.attribute)
-        binary = self.finder.compiled(origin.dotted)
-        if binary is not None:
-            self.files.count(binary)
+        for dotted in dict.fromkeys((origin.module, origin.dotted)):
+            binary = self.finder.compiled(dotted)
+            if binary is not None:
+                self.files.count(binary)
         if origin.path is None:
             if origin.attribute:
                 attributes = {origin.attribute}

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -52,13 +52,14 @@ class Finder:
         return None
 
     def compiled(self, module: str) -> Path | None:
-        """The binary of an extension module that lies in the project."""
+        """The binary of a module without source that lies in the project: an extension, or bytecode alone."""
         for root in self._roots:
             base = root.joinpath(*module.split("."))
-            for suffix in EXTENSION_SUFFIXES:
-                file = base.with_name(base.name + suffix)
-                if file.is_file():
-                    return file
+            for path in (base / "__init__", base):
+                for suffix in (*EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES):
+                    file = path.with_name(path.name + suffix)
+                    if file.is_file():
+                        return file
         return None
 
     def origins(self, statement: ast.Import | ast.ImportFrom, package: str) -> list[tuple[str, Origin]]:

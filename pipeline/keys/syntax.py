@@ -6,6 +6,7 @@ import ast
 import dis
 import hashlib
 import os
+import re
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from layerline.pipeline.keys.trees import bound_names, dump, executed, tree_of
 
 # How the instructions end that use a name of the module, not one of a function; the last one is of Python 3.12.
 _OF_MODULE = ("_NAME", "_GLOBAL", "_GLOBALS")
+_MANGLED = re.compile(r"_[^\W_]\w*__\w")
 
 
 @dataclass
@@ -144,6 +146,8 @@ def _uses(tree: ast.Module | ast.stmt) -> Uses:
     """What a tree refers to; names that are local to a function are no references."""
     result = Uses()
     module_names = _module_names(tree)
+    # In a class the compiler reads `__x` as `_Class__x`: a name that stands nowhere in the text.
+    result.bare |= {name for name in module_names if _MANGLED.match(name)}
     bases: set[ast.Name] = set()
     for node in ast.walk(tree):  # an attribute comes before the name that it is taken from
         if isinstance(node, ast.Attribute):

@@ -11,12 +11,20 @@ _NEVER_RUN = frozenset({"__name__ == '__main__'", "'__main__' == __name__", "TYP
 
 
 def tree_of(source: bytes, name: str) -> ast.Module:
-    """The syntax tree of a file, without docstrings, without what never runs when it is imported."""
+    """The syntax tree of a file, without what never runs when it is imported, and without docstrings.
+
+    Code that reads docstrings (`__doc__`, `inspect.getdoc`) may compute from them: they stay in such a file.
+    """
     tree = ast.parse(source, filename=name)
+    reads_docstrings = b"__doc__" in source or b"getdoc" in source
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list) and body:
-            kept = [statement for statement in body if not _never_runs(statement)]
+            kept = []
+            for statement in body:
+                is_docstring = reads_docstrings and isinstance(statement, ast.Expr)
+                if is_docstring or not _never_runs(statement):
+                    kept.append(statement)
             if not kept and not isinstance(node, ast.Module):
                 kept = [ast.copy_location(ast.Pass(), body[0])]
             node.body = kept  # type: ignore[attr-defined]
@@ -66,7 +74,13 @@ def bound_names(statement: ast.stmt) -> set[str]:
         node = pending.pop()
         if isinstance(node, DEFINITIONS):
             names.add(node.name)
-            continue  # what it binds inside is its own
+            # What it binds inside is its own; its decorators, defaults and bases may bind names of the module.
+            pending += node.decorator_list
+            if isinstance(node, ast.ClassDef):
+                pending += [*node.bases, *node.keywords]
+            else:
+                pending += [*node.args.defaults, *(d for d in node.args.kw_defaults if d)]
+            continue
         if isinstance(node, ast.Lambda):
             continue
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):

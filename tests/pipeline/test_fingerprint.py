@@ -414,6 +414,12 @@ def test_a_compiled_module_of_the_project_counts_by_its_bytes(tmp_path: Path) ->
     assert changed(tmp_path, files, files | {"ops/fast.abi3.so": "2"}) == {"model"}
 
 
+@pytest.mark.parametrize("name", ["fast.abi3.so", "fast.pyc", "fast/__init__.pyc"])
+def test_a_module_without_source_counts_however_it_is_imported(name: str, tmp_path: Path) -> None:
+    files = {"task.py": "from fast import f\n\ndef model(): return f()\n", name: "1"}
+    assert changed(tmp_path, files, files | {name: "2"}) == {"model"}
+
+
 def test_a_task_in_a_folder_of_its_own(tmp_path: Path) -> None:
     write(
         tmp_path / "tasks",
