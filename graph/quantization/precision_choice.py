@@ -55,6 +55,8 @@ _BOUNDED = _ops("Sigmoid Tanh HardSigmoid Erf Softsign Sign Softmax Hardmax")
 _ELEMENTWISE = _BOUNDED | _ops(
     "Add Sub Mul Div Pow Sqrt Reciprocal Neg Abs Max Min Sum Mean Clip Where Relu LeakyRelu Exp Log"
 )
+# What jumps where a position reaches a bound.
+_STEPS = _ops("Floor Ceil Round Mod Equal Less LessOrEqual Greater GreaterOrEqual")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +201,7 @@ class _Float32Choice:
         if node.op_type == "Cast" and read:
             return read[0].dtype is not None and not read[0].dtype.is_floating_point()
         floats = [value for value in read if value.dtype == ir.DataType.FLOAT and constant(value) is None]
-        if node.op_type not in _ELEMENTWISE | _MOVES | _REDUCES:
+        if node.op_type not in _ELEMENTWISE | _MOVES | _REDUCES | _STEPS:
             return False
         return bool(floats) and all(value in counts for value in floats)
 

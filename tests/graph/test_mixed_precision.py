@@ -363,6 +363,20 @@ def test_positions_that_become_an_index_are_computed_in_float32(mode):
     assert "integers" in told["r"] and "integers" in told["b"] and "y" not in told
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mask_by_length_is_exact_at_any_length(mode):
+    """2047.5 and 2050.5 would be equal to 2048 and 2050 in half."""
+    given = model(
+        """agraph (int64[n] i, int64 length, float[n] x) => (float[n] y) {
+        p = Cast <to = 1> (i)  middle = Add(p, shift)  end = Cast <to = 1> (length)
+        inside = Less(middle, end)  r = Round(middle)  y = Where(inside, x, shift) }""",
+        shift=np.float32(0.5),
+    )
+    positions = np.array([0, 2047, 2049, 2050], np.int64)
+    _, [output] = half(given, mode, positions, np.array(2050, np.int64), np.ones(4, np.float32))
+    np.testing.assert_array_equal(output, [1, 1, 1, 0.5])
+
+
 SEQUENCE = """agraph (float[n,2] x) => (float[n,2] y) {
     none = SequenceEmpty ()
     all, again = Loop (three, yes, none, x) <body: graph = b (int64 i, bool go, s, v) => (bool stay, t, w) {
