@@ -108,11 +108,12 @@ class ImportOnnx(Stage):
         light = onnx_files.read(path)
         arrays = npz.read(data) if data else {}
         refuse_broken(light)
+        beside = onnx_files.external_files(light, path)
         model = as_ir(light)
         symbolic_dims.name(model, arrays)
         inputs = signature(model).inputs
         look = Look(
-            beside=onnx_files.external_files(light, path),
+            beside=beside,
             inputs=tuple(value.name for value in inputs),
         )
         if not data:

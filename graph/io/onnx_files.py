@@ -69,6 +69,9 @@ def parts(path: Path) -> Light:
         onnx.load_external_data_for_model(light.model, str(path.parent))
     except Exception as error:
         raise StageError(f"its external data can't be read ({error})", where=path.name) from error
+    # What has come from beside the model is checked as what it stores itself.
+    for tensor in tensors(light.model):
+        _refuse_tensor(tensor, path)
     return light
 
 

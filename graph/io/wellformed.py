@@ -13,10 +13,12 @@ import onnx
 
 from layerline.backends.light import Light, bodies
 from layerline.graph.io import inline_functions
-from layerline.graph.io.proto_queries import defined, graphs, node_label
+from layerline.graph.io.proto_queries import defined, graphs, node_label, nodes
 from layerline.pipeline.errors import StageError
 
 _OWN = ("", "ai.onnx")
+_MOST_AXES = 64
+"""numpy takes no more."""
 
 
 def refuse_broken(light: Light) -> None:
@@ -24,12 +26,10 @@ def refuse_broken(light: Light) -> None:
     graph = light.model.graph
     stored = frozenset(light.weights)
     _refuse_doubled(light)
-    for side, infos in (("input", graph.input), ("output", graph.output)):
-        for info in infos:
-            code = info.type.tensor_type.elem_type
-            if code not in onnx.TensorProto.DataType.values():
-                raise StageError(f"the {side} is of element type {code}, which ONNX has not", where=info.name)
+    _refuse_ends(graph)
     inline_functions.check_functions(light.model)
+    _refuse_attributes(light.model)
+    _refuse_versions(light.model)
     # A model's own functions are an operator set as well.
     imported = {o.domain for o in light.model.opset_import} | {f.domain for f in light.model.functions}
     # The two spellings of ONNX's own domain are one.
@@ -44,11 +44,38 @@ def refuse_broken(light: Light) -> None:
                     where=f"node {node_label(node)}",
                     hint="add it to the model's opset_import: onnx.helper.make_opsetid(domain, version)",
                 )
-    _refuse_undefined(graph, stored)
     made = defined(graph) | stored
+    _refuse_undefined(graph.node, made)
+    for function in light.model.functions:
+        results = {name for node in function.node for name in node.output}
+        _refuse_undefined(function.node, results | set(function.input))
     for output in graph.output:
         if output.name not in made:
             raise StageError("not valid ONNX: nothing computes it", where=f"output {output.name}")
+
+
+def _refuse_ends(graph: onnx.GraphProto) -> None:
+    """Refuses an input or output without a name, of an unknown element type, or of more axes than numpy takes."""
+    for side, infos in (("input", graph.input), ("output", graph.output)):
+        for info in infos:
+            if not info.name:
+                raise StageError(f"not valid ONNX: an {side} of the model has no name", where=f"graph {graph.name}")
+            axes = len(info.type.tensor_type.shape.dim)
+            if axes > _MOST_AXES:
+                raise StageError(f"the {side} has {axes} axes; {_MOST_AXES} is the most", where=info.name)
+            code = info.type.tensor_type.elem_type
+            if code not in onnx.TensorProto.DataType.values():
+                raise StageError(f"the {side} is of element type {code}, which ONNX has not", where=info.name)
+
+
+def _refuse_versions(model: onnx.ModelProto) -> None:
+    """Refuses two versions of one operator set: the same operator may mean something else in each."""
+    versions: dict[str, int] = {}
+    for opset in model.opset_import:
+        version = versions.setdefault(opset.domain or "ai.onnx", opset.version)
+        if version != opset.version:
+            what = f"not valid ONNX: it imports versions {version} and {opset.version} of {opset.domain or 'ai.onnx'!r}"
+            raise StageError(what, where="opset_import", hint="keep the version that its operators were written for")
 
 
 def _refuse_doubled(light: Light) -> None:
@@ -72,9 +99,9 @@ def _refuse_doubled(light: Light) -> None:
             raise StageError(f"not valid ONNX: it is defined {count} times", where=f"function {name}")
 
 
-def _refuse_twice(inputs: list[str], stored: list[str], nodes: Iterable[onnx.NodeProto], where: str) -> None:
+def _refuse_twice(inputs: list[str], stored: list[str], graph_nodes: Iterable[onnx.NodeProto], where: str) -> None:
     makers: dict[str, list[str]] = {}
-    for node in nodes:
+    for node in graph_nodes:
         for name in filter(None, node.output):
             makers.setdefault(name, []).append(f"node {node_label(node)}")
     input_counts = Counter(inputs)
@@ -88,15 +115,26 @@ def _refuse_twice(inputs: list[str], stored: list[str], nodes: Iterable[onnx.Nod
             raise StageError(what, where=where, hint="give each value a name of its own")
 
 
-def _refuse_undefined(graph: onnx.GraphProto, outer: Set[str]) -> None:
+def _refuse_attributes(model: onnx.ModelProto) -> None:
+    """Refuses a node that has two attributes of one name, of which runtimes take either, or one without a type."""
+    for node in nodes(model):
+        where = f"node {node_label(node)}"
+        for name, count in Counter(attribute.name for attribute in node.attribute).items():
+            if count > 1:
+                raise StageError(f"not valid ONNX: it has {count} attributes of the name {name!r}", where=where)
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.UNDEFINED:
+                raise StageError(f"not valid ONNX: its attribute {attribute.name!r} has no type", where=where)
+
+
+def _refuse_undefined(graph_nodes: Iterable[onnx.NodeProto], available: Set[str]) -> None:
     """Refuses a node that reads what neither its graph nor one around it defines."""
     # Whatever the order of the nodes: onnxruntime sorts them itself.
-    available = outer | defined(graph)
-    for node in graph.node:
+    for node in graph_nodes:
         for name in node.input:
             if name and name not in available:
                 what = f"not valid ONNX: it reads {name!r}, which is no input, no weight and no node's output"
                 hint = "onnx.checker.check_model(model) says the same"
                 raise StageError(what, where=f"node {node_label(node)}", hint=hint)
         for body in bodies(node):
-            _refuse_undefined(body, available)
+            _refuse_undefined(body.node, available | defined(body))

@@ -178,6 +178,25 @@ def test_a_place_that_is_none_is_told_with_the_tensor(place: dict[str, str], sai
     assert "'w'" in error.value.what and error.value.where == "given.onnx"
 
 
+@pytest.mark.parametrize(
+    ("place", "size"), [({}, 40), ({}, 400), ({"length": "40"}, 48), ({"offset": "16"}, 48), ({}, 0)]
+)
+def test_a_small_tensor_beside_the_model_has_the_bytes_of_its_sizes(
+    place: dict[str, str], size: int, tmp_path: Path
+) -> None:
+    """It is read at once, unlike a large one."""
+    model = _model()
+    model.graph.initializer.add(name="t", data_type=TensorProto.FLOAT, dims=(12,), data_location=TensorProto.EXTERNAL)
+    for key, value in {"location": "t.bin", **place}.items():
+        model.graph.initializer[-1].external_data.add(key=key, value=value)
+    (tmp_path / "t.bin").write_bytes(bytes(size))
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    stored = size - int(place.get("offset", 0))
+    stored = min(stored, int(place.get("length", stored)))
+    with pytest.raises(StageError, match=f"'t' stores {stored} bytes, and its type and sizes take 48"):
+        onnx_files.parts(tmp_path / "model.onnx")
+
+
 def test_a_file_that_ends_too_early_or_is_gone_is_told(tmp_path: Path) -> None:
     apart = onnx_files.parts(_outside(tmp_path, offset="100"))
     with pytest.raises(StageError, match="ends within 2048 bytes from byte 100"):

@@ -65,6 +65,30 @@ def with_input(twice: str) -> onnx.ModelProto:
     return made
 
 
+def with_attributes(*names: str) -> onnx.ModelProto:
+    """A LeakyRelu with a number under each name, without a type where it is called beta."""
+    made = model(helper.make_node("LeakyRelu", ["x"], ["y"], name="leak"))
+    for name in names:
+        made.graph.node[0].attribute.append(helper.make_attribute(name, 0.5))
+        if name == "beta":
+            made.graph.node[0].attribute[-1].ClearField("type")
+    return made
+
+
+def with_versions(*domains: str) -> onnx.ModelProto:
+    made = model(helper.make_node("Relu", ["x"], ["y"]))
+    del made.opset_import[:]
+    pairs = zip(domains, (17, 13), strict=True)
+    made.opset_import.extend(helper.make_opsetid(domain, version) for domain, version in pairs)
+    return made
+
+
+def with_axes(count: int) -> onnx.ModelProto:
+    made = model(helper.make_node("Relu", ["x"], ["y"]))
+    made.graph.input[0].CopyFrom(helper.make_tensor_value_info("x", TensorProto.FLOAT, [1] * count))
+    return made
+
+
 RELU, ABS = helper.make_node("Relu", ["x"], ["y"], name="r"), helper.make_node("Abs", ["x"], ["y"], name="s")
 STORED = model(RELU)
 STORED.graph.initializer.append(helper.make_tensor("y", TensorProto.FLOAT, [2], [0, 0]))
@@ -87,6 +111,17 @@ LONG = [function(f"f{i}", _call(f"f{i + 1}", "a", "c"), _call(f"f{i + 1}", "c", 
             "'b' is defined 2 times",
         ),
         (calling(*[function("f0", helper.make_node("Relu", ["a"], ["b"]))] * 2), "function f0", "defined 2 times"),
+        (
+            calling(function("f0", helper.make_node("Relu", ["zz"], ["b"], name="r"))),
+            "node r",
+            "it reads 'zz'",
+        ),
+        (with_attributes("alpha", "alpha"), "node leak", "2 attributes of the name 'alpha'"),
+        (with_attributes("beta"), "node leak", "attribute 'beta' has no type"),
+        (with_versions("", "ai.onnx"), "opset_import", "versions 17 and 13 of 'ai.onnx'"),
+        (with_versions("mine", "mine"), "opset_import", "versions 17 and 13 of 'mine'"),
+        (with_input(""), "graph g", "an input of the model has no name"),
+        (with_axes(65), "x", "the input has 65 axes; 64 is the most"),
         (calling(function("f0", _call("f0", "a", "b"))), "function f0", "it calls itself"),
         (
             calling(function("f0", _call("f1", "a", "b")), function("f1", _call("f0", "a", "b"))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -328,6 +329,26 @@ def test_nothing_pickled_runs_without_trust(tmp_path: Path) -> None:
     assert not ran.exists() and "trust: true" in error.value.hint and "--trust" in error.value.hint
     report, _ = _import(tmp_path, trust=True)
     assert ran.exists() and any("trusted" in n for n in report.notes)
+
+
+class Folder:
+    """A pickle that makes a folder, by a function of a module that torch blocks."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.target),)
+
+
+@pytest.mark.parametrize("kind", [Bomb, Folder])
+def test_an_old_pickle_is_refused_by_what_it_holds_without_torchs_advice_to_run_it(kind: Any, tmp_path: Path) -> None:
+    content = {"state_dict": _net(tmp_path).state_dict(), "bomb": kind(tmp_path / "ran")}
+    torch.save(content, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(StageError, match=r"GLOBAL (getattr|posix\.mkdir)") as error:
+        _import(tmp_path)
+    assert not (tmp_path / "ran").exists()
+    assert "likely succeed" not in error.value.what and "safe_globals" not in error.value.what
 
 
 def test_what_needs_trust_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 import zipfile
 from pathlib import Path
@@ -15,6 +16,7 @@ from layerline.training.model import tensor_forms
 from layerline.training.state import checkpoint, lane_checkpoint, safetensors_io
 
 _SHOWN = 8
+_ADVICE = re.compile(r"In PyTorch 2\.6.*?trusted source\.|Please use `torch\.serialization.*", re.DOTALL)
 
 
 def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
@@ -74,8 +76,10 @@ def _refusal(path: Path, error: Exception) -> StageError:
         what = f"it holds more than weights: {', '.join(sorted(unsafe)[:_SHOWN])}; reading that runs code from the file"
         hint = "save the state dict alone; or, if you trust the source: `trust: true` (pipe init … --trust)"
         return StageError(what, where=path.name, hint=hint)
-    # After these words torch advises to run the pickle's code, or says where to file an issue.
-    words = str(error).rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
+    # torch's text advises to run the pickle's code, and says where to file an issue.
+    words = (
+        _ADVICE.sub(" ", str(error)).rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
+    )
     words = " ".join(words.partition("Please file an issue")[0].split()) or "no message"
     what = f"torch can't read it as weights: it is damaged, or not a checkpoint: {type(error).__name__}: {words:.300}"
     return StageError(what, where=path.name, hint="expected a .safetensors file, or a state dict written by torch.save")
