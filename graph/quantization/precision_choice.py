@@ -109,6 +109,7 @@ def float32_nodes(
             choice.kept[node] = reason
     choice.propagate_backwards()
     choice.propagate_forwards()
+    choice.keep_quantizers()
     return choice.kept
 
 
@@ -204,6 +205,16 @@ class _Float32Choice:
         if node.op_type not in _ELEMENTWISE | _MOVES | _REDUCES | _STEPS:
             return False
         return bool(floats) and all(value in counts for value in floats)
+
+    def keep_quantizers(self) -> None:
+        """Keeps Q/DQ whose readers are all float32: a Cast behind them would hide them from the layer they are for."""
+        # DequantizeLinear comes before the QuantizeLinear that only it reads.
+        for node in reversed(self.nodes):
+            if node.op_type not in ("DequantizeLinear", "QuantizeLinear"):
+                continue
+            readers = node.outputs[0].consumers()
+            if readers and all(reader in self.kept for reader in readers):
+                self.kept.setdefault(node, "")
 
     def own_reason(self, node: ir.Node) -> str | None:
         """Why a node must stay float32 by itself; None where it need not, "" where that is not worth a line."""

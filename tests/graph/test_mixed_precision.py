@@ -428,6 +428,20 @@ def test_weights_behind_q_dq_that_half_cannot_hold_are_read_in_float32():
     assert "1e+05" in reasons(converted)["y"]
 
 
+def test_no_cast_stands_between_q_dq_and_a_layer_that_stays_float32():
+    """TensorRT computes with integers only where the layer reads DequantizeLinear itself."""
+    given = model(
+        "agraph (float[n,1] x) => (float[n,2] y) { h = QuantizeLinear (x, t)  d = DequantizeLinear (h, t) "
+        "w = DequantizeLinear <axis = 1> (q, s)  y = MatMul(d, w) }",
+        q=np.array([[100, 100]], np.int8),
+        s=np.array([1.0, 1000.0], np.float32),
+        t=np.float32(0.1),
+    )
+    converted, [output] = half(given, "fp16", np.full((1, 1), 0.2, np.float32), amax={"x": 1.0})
+    assert [node.op_type for node in converted.model.graph.node].count("Cast") == 0
+    np.testing.assert_allclose(output, [[20, 20_000]], rtol=1e-6)
+
+
 def test_a_scatter_that_adds_sums_in_float32():
     given = model(
         "agraph (float[n] x, int64[n] i) => (float[1] y, float[4] z) "
