@@ -67,10 +67,8 @@ class ImportWeights(Stage):
         """The module with the weights that ship, ready to run."""
         from layerline.export.example_call import ModuleSession
         from layerline.training.run import shipping
-        from layerline.training.state import safetensors_io
 
-        weights, _ = safetensors_io.load(folder / "model.safetensors")
-        return ModuleSession(*shipping.opened(task, weights))
+        return ModuleSession(*shipping.shipped(task, folder))
 
     def run(self, work: Work) -> Report:
         from layerline.training.data import batches

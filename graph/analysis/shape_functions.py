@@ -64,20 +64,24 @@ def _set_open(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 @_corrects(*BROADCASTING, "Sum", "Mean", "Mod", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor")
 @_corrects("Expand", "PRelu", "StringConcat")
 def _broadcasting(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    """Numpy's rule: shapes are aligned at their last axes, and an axis of size 1 is repeated."""
     from_library(ctx, node)
     shapes: list[Elements] = []
     for index, value in enumerate(node.inputs):
         shape: Elements | None = None
         if node.op_type == "Expand" and index == 1:
+            # Expand broadcasts with its shape input, both ways: a 1 in it keeps the size that the data has.
             shape = _requested(ctx, value)
         elif value is not None and value.shape is not None:
             shape = list(value.shape)
         if shape is not None:
             shapes.append(shape)
     if len(shapes) == len(node.inputs):
+        # None stands where two names meet: either may be 1 in some run, so the result is of neither name.
         dims = [ctx.new_symbolic_dim() if size is None else size for size in broadcast(shapes)]
         ctx.set_shape(node.outputs[0], ir.Shape(dims))
     else:
+        # An operand of unknown rank may have more axes than all others.
         ctx.set_shape(node.outputs[0], None)
     if node.op_type in _ELEMENTWISE:
         ctx.set_symbolic_value(node.outputs[0], _combined(ctx, node))
@@ -93,6 +97,7 @@ def _requested(ctx: ShapeInferenceContext, value: ir.Value | None) -> Elements |
 
 
 def _combined(ctx: ShapeInferenceContext, node: ir.Node) -> Elements | None:
+    """The elements of an elementwise result; None where an operand's are not known. Operands have one axis at most."""
     operands: list[Elements] = []
     for value in node.inputs:
         elements = ctx.get_symbolic_value(value)
@@ -103,6 +108,7 @@ def _combined(ctx: ShapeInferenceContext, node: ir.Node) -> Elements | None:
     spread: list[Elements] = []
     for elements in operands:
         if len(elements) == 1:
+            # A scalar, or one element, is repeated.
             elements = list(elements) * count
         if len(elements) != count:
             return None
@@ -120,11 +126,14 @@ def _combined(ctx: ShapeInferenceContext, node: ir.Node) -> Elements | None:
 
 
 def _subtract(a: IrDim, b: IrDim) -> IrDim | None:
+    """The difference; None where it may be negative: a name stands for a size, and sizes are not."""
     if isinstance(a, int) and isinstance(b, int):
         return a - b
     if a == b:
         return 0
-    return a if b == 0 else None
+    if b == 0:
+        return a
+    return None
 
 
 def _divide(a: IrDim, b: IrDim) -> IrDim | None:
@@ -135,6 +144,7 @@ def _divide(a: IrDim, b: IrDim) -> IrDim | None:
         return None
     if isinstance(b, int):
         return a // b
+    # SymbolicDim does not divide a number by a name.
     if isinstance(a, int):
         return None
     return a // b
@@ -146,7 +156,9 @@ def _combine(combine: Callable[[IrDim, IrDim], IrDim], neutral: int, a: IrDim, b
     if a == neutral:
         return b
     both_numbers = isinstance(a, int) and isinstance(b, int)
-    return combine(a, b) if both_numbers or (is_size(a) and is_size(b)) else None
+    if both_numbers or (is_size(a) and is_size(b)):
+        return combine(a, b)
+    return None
 
 
 def _equal(a: IrDim, b: IrDim) -> int | None:
@@ -156,12 +168,14 @@ def _equal(a: IrDim, b: IrDim) -> int | None:
     if a == b:
         return 1
     for number, name in ((a, b), (b, a)):
+        # Exporters compare a requested shape with -1, to find the axes that Expand shall keep.
         if isinstance(number, int) and number < 0 and is_size(name):
             return 0
     return None
 
 
 def _select(condition: IrDim, when_true: IrDim, when_false: IrDim) -> IrDim | None:
+    # Whatever the condition is.
     if when_true == when_false:
         return when_true
     if not isinstance(condition, int):
@@ -197,6 +211,7 @@ def _concat(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 
 @_corrects("ConstantOfShape")
 def _constant_of_shape(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    """A tensor of the requested shape, filled with the attribute `value`: one float32 zero where that is left out."""
     from_library(ctx, node)
     shape = _requested(ctx, node.inputs[0])
     if shape is None:
@@ -213,11 +228,13 @@ def _constant_of_shape(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 def _reduce_prod(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     from_library(ctx, node)
     elements = ctx.get_symbolic_value(node.inputs[0])
+    # Since opset 18 the axes are an input; left out, all axes are reduced.
     axes: Elements | None = ()
     if optional_input(node, 1) is not None:
         axes = ctx.get_symbolic_value(node.inputs[1])
     if elements is None or axes is None:
         return
+    # With this attribute no axes mean none, instead of all.
     if node.attributes.get_int("noop_with_empty_axes", 0) and not axes:
         ctx.set_symbolic_value(node.outputs[0], elements)
         return
@@ -244,11 +261,13 @@ def _slice(ctx: ShapeInferenceContext, node: ir.Node) -> None:
         if takes_whole(start, end, step, size):
             continue
         if all(isinstance(item, int) for item in (start, end, step, size)):
+            # Slice counts negative bounds from the end and clamps what lies outside, as Python's slices do.
             dims[axis] = len(range(*slice(start, end, step).indices(size)))
         else:
             dims[axis] = ctx.new_symbolic_dim()
     ctx.set_shape_and_dtype(node.outputs[0], ir.Shape(dims), data.dtype)
     elements = ctx.get_symbolic_value(data)
+    # The elements of a shape have one axis, so one slice of it.
     numbers = [bound[0] for bound in bounds if len(bound) == 1]
     if elements is not None and len(numbers) == 4 and all(isinstance(number, int) for number in numbers):
         start, end, _, step = numbers
@@ -277,13 +296,16 @@ def slice_bounds(ctx: ShapeInferenceContext, node: ir.Node) -> list[Elements] | 
     starts, ends, axes, steps = bounds
     if starts is None or ends is None:
         return None
+    # Axes that are left out are the first ones, in order; steps that are left out are 1.
     return [starts, ends, axes or range(len(starts)), steps or [1] * len(starts)]
 
 
 @_corrects("Squeeze")
 def _squeeze(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    """Without axes every axis of size 1 goes: which ones these are is certain only where all sizes are numbers."""
     axes = optional_input(node, 1)
     (data,) = check_inputs(node, "data")
+    # An attribute before opset 13, and an input since.
     names_axes = "axes" in node.attributes or (axes is not None and _is_readable(axes))
     takes_all = axes is None and data.shape is not None and data.shape.is_static()
     if names_axes or takes_all:
@@ -318,6 +340,7 @@ def _reshape(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 def _range(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     first = check_inputs(node, "start", "limit", "delta")[0]
     start, end, step = (ctx.get_symbolic_value(value) for value in node.inputs)
+    # The length is max(ceil((limit - start) / delta), 0): of 0, n and 1 that is n.
     if start == [0] and step == [1] and end is not None and is_size(end[0]):
         ctx.set_shape_and_dtype(node.outputs[0], ir.Shape(end), first.dtype)
     elif all(constant(value) is not None for value in node.inputs):
@@ -337,6 +360,7 @@ def _resize(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     if output.shape is None or crops or keeps_ratio:
         _set_open(ctx, node)
         return
+    # The input `sizes` gives the result outright; the library has read it.
     if optional_input(node, 3) is not None:
         return
     scales = constant(node.inputs[-1])
@@ -350,6 +374,7 @@ def _resize(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     for axis, scale in zip(axes, scales.astype(np.float32), strict=True):
         if isinstance(dims[axis], int):
             dims[axis] = int(np.float32(dims[axis]) * scale)
+        # floor(n * scale) is a multiple of n only for a whole scale.
         elif scale == int(scale):
             dims[axis] *= int(scale)
         else:
@@ -359,6 +384,7 @@ def _resize(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 
 @_corrects("ConvTranspose")
 def _conv_transpose(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    """Without auto_pad: stride * (n - 1) + output_padding + (kernel - 1) * dilation + 1 - pads, the library's own."""
     from_library(ctx, node)
     shape = node.outputs[0].shape
     # With SAME padding onnxruntime's result is not always the stride times the input.

@@ -54,6 +54,12 @@ def opened(task: Task, weights: Mapping[str, Tensor]) -> tuple[nn.Module, tuple[
     return (model, *batches.example_inputs(task, forward=model.forward))
 
 
+def shipped(task: Task, folder: Path) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """As `opened`, with the weights that `ship` left in a folder."""
+    weights, _ = safetensors_io.load(folder / "model.safetensors")
+    return opened(task, weights)
+
+
 def ship(model: nn.Module, example: Example, weights: Mapping[str, Tensor], out: Path) -> None:
     """Loads the weights and writes `model.safetensors` (tied tensors once, with aliases) and `golden.safetensors`."""
     canonical_names.load(model, weights)
