@@ -62,7 +62,10 @@ def named(raw: Any, inputs: Sequence[Input], hook: str) -> NamedArrays:
     raw = with_arrays(raw)
     if isinstance(raw, Mapping):
         return _from_mapping(raw, inputs, hook)
-    items = list(raw) if isinstance(raw, tuple | list) else [raw]
+    items = [raw]
+    if isinstance(raw, tuple | list):
+        items = list(raw)
+    # (inputs, target) with the inputs as a dict by name, as loaders of tokenised text give it.
     if items and len(items) <= 2 and isinstance(items[0], Mapping):
         target = None
         if len(items) == 2 and items[1] is not None:
@@ -73,7 +76,10 @@ def named(raw: Any, inputs: Sequence[Input], hook: str) -> NamedArrays:
         arrays = list(leaves(items[:count]))
         if len(arrays) == len(inputs):
             feed = {declared.name: as_array(array) for declared, array in zip(inputs, arrays, strict=True)}
-            return NamedArrays(feed, *(target_arrays(target) for target in items[count:] if target is not None))
+            target = None
+            if count < len(items) and items[count] is not None:
+                target = target_arrays(items[count])
+            return NamedArrays(feed, target)
     names_in_order = [declared.name for declared in inputs]
     raise TaskError(
         f"{hook}() gives {len(list(leaves(items)))} arrays a batch, {outlined(raw)}; "
@@ -93,6 +99,7 @@ def _from_mapping(raw: Mapping[Any, Any], inputs: Sequence[Input], hook: str) ->
         target = target_arrays(raw[label])
     if SLICE in others and SLICE in raw:
         slices = as_array(raw[SLICE])
+    # What is left is an input, or a mistake that _by_name() names.
     feed = {key: value for key, value in raw.items() if str(key) not in others}
     return NamedArrays(_by_name(feed, inputs, hook), target, slices)
 
@@ -103,18 +110,22 @@ def _by_name(raw: Mapping[Any, Any], inputs: Sequence[Input], hook: str) -> dict
     feed = {f"{prefix}{key}": as_array(value) for key, value in raw.items()}
     unknown = sorted(set(feed) - set(names))
     missing = sorted(set(names) - set(feed))
-    mistakes = [f"unknown input {name!r}" for name in unknown] + [f"input {name!r} is missing" for name in missing]
-    if mistakes:
-        hint = f"the model takes {', '.join(sorted(names))}; a target goes under 'label'"
-        raise TaskError(mistakes[0], where=hook, hint=hint)
-    return feed
+    if not unknown and not missing:
+        return feed
+    # An unknown name first: where both are wrong, it is mostly the missing one with a slip.
+    what = f"unknown input {unknown[0]!r}" if unknown else f"input {missing[0]!r} is missing"
+    hint = f"the model takes {', '.join(sorted(names))}; a target goes under 'label'"
+    raise TaskError(what, where=hook, hint=hint)
 
 
 def _dict_prefix(keys: Sequence[str], names: Sequence[str]) -> str:
     """What the exporter puts before the keys of a dict that forward() takes whole: its parameter's name."""
     prefixes = set[str]()
     for name in names:
-        prefixes.update(name.removesuffix(key) for key in keys if name != key and name.endswith(f"_{key}"))
+        for key in keys:
+            if name != key and name.endswith(f"_{key}"):
+                prefixes.add(name.removesuffix(key))
+    # One prefix has to explain all names: a dict that holds only some of the inputs has none.
     for prefix in sorted(prefixes):
         if {prefix + key for key in keys} == set(names):
             return prefix
@@ -141,6 +152,7 @@ def target_arrays(target: Any) -> Any:
     """Converts a target to arrays. Tuples and dicts stay; a list of numbers becomes one array."""
     if isinstance(target, Mapping):
         return {key: target_arrays(value) for key, value in target.items()}
+    # A list of arrays holds one target for each output; numpy would stack them, or fail where their shapes differ.
     is_nested = isinstance(target, list) and any(is_array(v) or isinstance(v, Mapping | tuple) for v in target)
     if isinstance(target, tuple) or is_nested:
         return tuple(target_arrays(value) for value in target)
@@ -167,9 +179,12 @@ def as_declared(array: Array, declared: Input, hook: str, where: str, numbers: S
         TaskError: its shape or kind is not the model's.
         ConfigError: names the first number that the model's type does not hold.
     """
-    sizes = zip(declared.shape, array.shape, strict=False)
-    fits = all(isinstance(size, str) or size == actual for size, actual in sizes)
-    if array.ndim != len(declared.shape) or not fits:
+    fits = array.ndim == len(declared.shape)
+    for size, actual in zip(declared.shape, array.shape, strict=False):
+        # A size that is a name takes any number; its bounds are checked where the model is run.
+        if not isinstance(size, str) and size != actual:
+            fits = False
+    if not fits:
         raise TaskError(
             f"{hook}() gives shape {array.shape}; the model takes ({', '.join(map(str, declared.shape))})",
             where=f"{hook}: {declared.name}",

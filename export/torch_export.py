@@ -143,21 +143,23 @@ def _fold(model: ir.Model, program: ExportedProgram) -> None:
         if node.op_type in RANDOM:
             return False
         # A transposed copy of a weight would store a tied one twice.
-        if node.op_type == "Transpose" and any(value is not None and value.name in weights for value in node.inputs):
+        if node.op_type == "Transpose" and not weights.isdisjoint(names(node.inputs)):
             return False
         return None  # the optimizer decides
 
     common.InlinePass()(model)
     hide_rows(model, program)
-    # torch traces a recurrent layer through a loop that records the example's sequence length as a fixed size.
+    # torch traces a recurrent layer through a loop that records the example's sequence length as a fixed size, in the
+    # shapes of the layer and of all that follows it.
     doubted: set[ir.Value] = set()
     for node in model.graph:
-        if node.op_type in {"LSTM", "GRU", "RNN"} or any(value in doubted for value in node.inputs):
+        if node.op_type in {"LSTM", "GRU", "RNN"} or not doubted.isdisjoint(node.inputs):
             doubted.update(node.outputs)
     for value in doubted:
         value.shape = None
     optimizer.fold_constants_ir(model, onnx_shape_inference=True, should_fold=should_fold)
     store_weights(model, program)
+    # Constants become initializers of the main graph, one for each content; then every name is made unique.
     optimizer.remove_unused_nodes(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common.LiftSubgraphInitializersToMainGraphPass()(model)
@@ -177,6 +179,7 @@ def _named(program: ExportedProgram, model: ir.Model, call: Call, axes: Axes, op
         raise StageError(f"the exporter can't write it: it left the model at opset {version}", where=f"opset {opset}")
     inputs = names(model.graph.inputs)
     outputs = names(model.graph.outputs)
+    # An output that is a number or None has no value in the graph.
     user_outputs = [spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
     results = [spec.arg.name for spec in user_outputs if isinstance(spec.arg, TensorArgument)]
     if len(inputs) != len(call.feed) or not len(outputs) == len(results) == len(call.outputs):
@@ -187,13 +190,7 @@ def _named(program: ExportedProgram, model: ir.Model, call: Call, axes: Axes, op
         )
     # By the exporter's names, which are gone after the renaming.
     owners_before = module_identity.owners(model)
-    new_names = dict(zip((*inputs, *outputs), (*call.feed, *call.outputs), strict=True))
-    # Values that already have one of the new names are renamed as well.
-    values = values_by_name(model.graph)
-    new_names |= {name: f"{name}_inner" for name in new_names.values() if name in values and name not in new_names}
-    renamed = {old: new for old, new in new_names.items() if old != new}
-    for old, new in renamed.items():
-        values[old].name = new
+    renamed = _rename(model, dict(zip((*inputs, *outputs), (*call.feed, *call.outputs), strict=True)))
     for value in model.graph.initializers.values():
         tensor = value.const_value
         if tensor is not None and tensor.dtype in WIDTHS:
@@ -201,6 +198,30 @@ def _named(program: ExportedProgram, model: ir.Model, call: Call, axes: Axes, op
             value.const_value = ir.Tensor(tensor.numpy().copy(), tensor.dtype, name=value.name)
     axis_names.write(model, axes)
     module_identity.stamp(model, root)
+    nodes = _program_nodes(program, model, renamed, dict(zip(call.outputs, results, strict=True)))
+    owners = {renamed.get(value, value): owner for value, owner in owners_before.items()} | nodes
+    ranges = _ranges(program, call, axes)
+    return Traced(program=program, model=model, nodes=nodes, owners=owners, ranges=ranges)
+
+
+def _rename(model: ir.Model, new_names: dict[str, str]) -> dict[str, str]:
+    """Renames values, in place; returns the new name of each that changed its name, by the exporter's."""
+    values = values_by_name(model.graph)
+    # Values that already have one of the new names make room for it.
+    for name in list(new_names.values()):
+        if name in values and name not in new_names:
+            new_names[name] = f"{name}_inner"
+    renamed = {old: new for old, new in new_names.items() if old != new}
+    # Looked up by the old names, so two values can swap theirs.
+    for old, new in renamed.items():
+        values[old].name = new
+    return renamed
+
+
+def _program_nodes(
+    program: ExportedProgram, model: ir.Model, renamed: Mapping[str, str], results: Mapping[str, str]
+) -> dict[str, str]:
+    """The program node of each ONNX value that is one; `results` has those of the outputs."""
     tensor_nodes: set[str] = set()
     for program_node in program.graph.nodes:
         if program_node.op == "call_function" and isinstance(program_node.meta.get("val"), torch.Tensor):
@@ -213,10 +234,8 @@ def _named(program: ExportedProgram, model: ir.Model, call: Call, axes: Axes, op
             exporter_name = exporter_names.get(name, name)
             if exporter_name in tensor_nodes:
                 nodes[name] = exporter_name
-    nodes |= {output: node for output, node in zip(call.outputs, results, strict=True) if node in tensor_nodes}
-    owners = {renamed.get(value, value): owner for value, owner in owners_before.items()} | nodes
-    ranges = _ranges(program, call, axes)
-    return Traced(program=program, model=model, nodes=nodes, owners=owners, ranges=ranges)
+    # An output may be an input that is passed through, which no node computes.
+    return nodes | {output: node for output, node in results.items() if node in tensor_nodes}
 
 
 def _refuse_state(program: ExportedProgram) -> None:
@@ -232,11 +251,13 @@ def _refuse_state(program: ExportedProgram) -> None:
 def _ranges(program: ExportedProgram, call: Call, axes: Axes) -> dict[str, tuple[int, int | None]]:
     """The sizes that the program's own constraints allow each named axis."""
     values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+    # A constant argument is no name, and a number has no shape.
     user_inputs = [values[name] for name in program.graph_signature.user_inputs if isinstance(name, str)]
     tensor_shapes = [value.shape for value in user_inputs if isinstance(value, torch.Tensor)]
     shapes = dict(zip(call.feed, tensor_shapes, strict=True))
     ranges: dict[str, tuple[int, int | None]] = {}
     for (input_name, axis), name in axes.names.items():
+        # A plain number, without a node, is a size that torch specialised; writing the axes refuses those.
         size = getattr(shapes[input_name][axis], "node", None)
         if size is None or size.expr not in program.range_constraints:
             continue

@@ -49,17 +49,16 @@ def of_run(planner: Planner, run: Run, compare: Sequence[str] = ()) -> str:
     project = planner.project
     reports = lookup.past(planner, run).reports
     logs = lookup.logs(planner, run)
-    plans = lookup.files(planner, run, "quantized", plan_tree.FILE)
-    return page(
-        project.name,
-        run,
-        reports,
-        [stage.name for stage in project.stages if stage.name not in reports and not run.passed],
-        logs,
-        why.from_reports(project, run, reports, logs),
-        lookup.beside_run(planner, run, compare),
-        {stage: plan_tree.read(path) for stage, path in plans.items()},
-    )
+    # A run that passed was asked for the stages it has; only a failed one leaves stages without a result.
+    missing: list[str] = []
+    if not run.passed:
+        missing.extend(stage.name for stage in project.stages if stage.name not in reports)
+    plans = {}
+    for stage, path in lookup.files(planner, run, "quantized", plan_tree.FILE).items():
+        plans[stage] = plan_tree.read(path)
+    causes = why.from_reports(project, run, reports, logs)
+    others = lookup.beside_run(planner, run, compare)
+    return page(project.name, run, reports, missing, logs, causes, others, plans)
 
 
 def page(
@@ -85,8 +84,10 @@ def page(
         plans: by stage, the entries of its quantisation plan.
     """
     title, run, reports, missing, causes = cleaned((title, run, reports, missing, causes))
+    # In the order of the stages, which all tables of the page keep.
     of_run = {record.stage: reports[record.stage] for record in run.records if record.stage in reports}
     rows = follow(of_run)
+    # A quantised model is ranked by the error that each layer adds itself: the heat map shows that one then.
     own_rows: Sequence[Followed] = ()
     if any(report.order == "own" for report in of_run.values()):
         own_rows = follow({stage: by_own_error(report) for stage, report in of_run.items()})
@@ -97,9 +98,17 @@ def page(
         stage = _stage(record, of_run.get(record.stage), log, layer_of, earlier=record.stage not in run.ran)
         if plans and record.stage in plans:
             # The plan says of each layer why it stays float.
-            tables = [(title, view) for title, view in stage["tables"] if title != "stays float"]
+            tables = [table for table in stage["tables"] if table[0] != "stays float"]
             stage["tables"] = [*tables, ("plan", _plan(cleaned(plans[record.stage]), rows))]
         stages.append(stage)
+    # What a cause may link to.
+    layers: set[str] = set()
+    for row in rows:
+        layers.update((row.layer, row.value))
+    drawn: dict[str, list[Mapping[str, Scalar]]] = {"histograms": [], "channels": []}
+    for report in of_run.values():
+        drawn["histograms"] += _drawn(report, HISTOGRAMS)
+        drawn["channels"] += _channels(report)
     constants = {
         "FAILED": FAILED,
         "LONG": LONG,
@@ -117,15 +126,12 @@ def page(
         facts=summary.facts(run, of_run, missing),
         failures=list(summary.failures(run, of_run)),
         causes=causes,
-        layers={name for row in rows for name in (row.layer, row.value)},
+        layers=layers,
         beside=_beside(PastRun(run, of_run), others),
         stages=stages,
         heat_map=heat_map(by_module(own_rows or rows), list(of_run)),
         followed=follow_views(rows, list(of_run), own_rows),
-        drawn={
-            "histograms": [row for report in of_run.values() for row in _drawn(report, HISTOGRAMS)],
-            "channels": [row for report in of_run.values() for row in _channels(report)],
-        },
+        drawn=drawn,
         any_merged=any(row.into for row in rows),
         glossary=glossary.view(),
     )
@@ -144,19 +150,20 @@ def _beside(now: PastRun, others: Sequence[PastRun]) -> dict[str, Any] | None:
     """What differs between runs: in words, their figures, and the layers that moved."""
     if not others:
         return None
+    runs = [(past.run, changed(now.run.records, past.run.records)) for past in others]
+    # Names come from files of other runs, which are as little trusted as those of this one.
     return cleaned(
-        {
-            "runs": [(past.run, changed(now.run.records, past.run.records)) for past in others],
-            "figures": run_comparison.figures(now, others),
-            "moved": run_comparison.moved(now, others),
-        }
+        {"runs": runs, "figures": run_comparison.figures(now, others), "moved": run_comparison.moved(now, others)}
     )
 
 
 def _plan(entries: Mapping[str, plan_tree.PlanEntry], rows: Sequence[Followed]) -> TableView:
     """The entries of a plan under their modules, in the network's order."""
     places = {row.layer: place for place, row in enumerate(rows)}
-    cells = [(str(entry.get("module", "")), name, plan_tree.text(entry)) for name, entry in entries.items()]
+    cells = []
+    for name, entry in entries.items():
+        cells.append((str(entry.get("module", "")), name, plan_tree.text(entry)))
+    # A module that no comparison reached goes to the end.
     cells.sort(key=lambda row: places.get(row[0], len(places)))
     return TableView("plan", (Column("module"), Column("value"), Column("how it is quantised")), cells)
 
@@ -173,6 +180,7 @@ def _stage(
     worst = record.worst or {}
     levels = {"SQNR dB": decibels(number(worst.get("sqnr_db"))), "own dB": decibels(number(worst.get("own_sqnr_db")))}
     layer = layer_of.get(str(worst.get("value")), str(worst.get("layer", "")))
+    # Where nothing differs there is no worst layer to name.
     if set(levels.values()) <= {"", "equal"}:
         layer = ""
     overview = {**levels, "seconds": f"{record.seconds:.1f}"}
@@ -198,8 +206,11 @@ def _stage(
     }
     if report:
         stage["gates"] = _gates(report.gates)
-        tables = {title: rows for title, rows in report.tables.items() if not _drawn(report, title)}
-        stage["tables"] = [(title, free_table(rows)) for title, rows in tables.items() if rows]
+        stage["tables"] = []
+        for title, rows in report.tables.items():
+            # What is drawn is not repeated as a table.
+            if rows and not _drawn(report, title):
+                stage["tables"].append((title, free_table(rows)))
         stage["convergence"] = convergence(_drawn(report, CONVERGENCE))
         stage["flipped"] = _drawn(report, FLIPPED)
         stage["layers"] = records_table(in_network_order(report.records), report.order)
@@ -213,11 +224,14 @@ _PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]+=*")
 
 def _drawn(report: Report, title: str) -> Sequence[Mapping[str, Scalar]]:
     """The rows of a table that the page draws. None for other tables, and where a stage gives it another form."""
+    if title not in _NUMBERS:
+        return ()
     rows = report.tables.get(title, ())
     for row in rows:
-        numbers = [row.get(column) for column in _NUMBERS.get(title, ("none",))]
-        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-            return ()
+        for column in _NUMBERS[title]:
+            value = row.get(column)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                return ()
         if title == HISTOGRAMS and "profile" not in row:
             return ()
         if title == FLIPPED and "text" not in row and _PICTURE.fullmatch(str(row.get("picture"))) is None:
@@ -229,7 +243,9 @@ def _channels(report: Report) -> list[dict[str, Scalar]]:
     """The channels that make the greatest part of each layer's own error, as far as the stage measured it."""
     of_layer: dict[str, list[dict[str, Scalar]]] = {}
     for row in report.tables.get(CHANNELS, ()):
-        level, share = number(row.get("own_sqnr_db")), number(row.get("share"))
+        level = number(row.get("own_sqnr_db"))
+        share = number(row.get("share"))
+        # A stage of someone's own may leave anything in a table of this name.
         if level is not None and share is not None and math.isfinite(level) and math.isfinite(share):
             drawn = {name: row.get(name) for name in ("value", "module", "channel")}
             of_layer.setdefault(str(row.get("value")), []).append({**drawn, "own": decibels(level), "share": share})
@@ -257,8 +273,13 @@ def _made_with(record: Record) -> dict[str, str]:
     differing = ", ".join(f"{field.name}: {field.value}" for field in fields if field.differs)
     if fields and not differing:
         differing = "the defaults"
+    made_with = {}
+    if differing:
+        made_with["settings"] = differing
     computed_by = ", ".join(f"{name} {version}" for name, version in versions(record).items())
-    return {name: text for name, text in (("settings", differing), ("versions", computed_by)) if text}
+    if computed_by:
+        made_with["versions"] = computed_by
+    return made_with
 
 
 def _settings(record: Record) -> TableView:
