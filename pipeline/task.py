@@ -35,7 +35,7 @@ _HOOKED: set[Path] = set()
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 # Names of the arguments that an error tells; the empty one is the model.
-_ARGUMENTS = {"loss": ("", "batch"), "metric": ("outputs", "targets"), "show": ("sample",)}
+_ARGUMENTS = {"loss": ("model", "batch"), "metric": ("outputs", "targets"), "show": ("sample",)}
 HOOKS = ("model", "train_data", "loss", "eval_data", "metric", "calib_data", "example_inputs", "teacher", "show")
 # Hooks that give data: they may read files of the project, and are called once where they can be.
 EXAMPLE_HOOKS = ("example_inputs", "eval_data", "train_data", "calib_data")
@@ -123,7 +123,7 @@ class Task:
             called_with = ""
             if on is not None:
                 called_with = f" on {on()}"
-            named = [f"{name}: {outlined(value)}" for name, value in arguments().items() if name]
+            named = [f"{name}: {outlined(value)}" for name, value in arguments().items()]
             if named:
                 called_with = f"; it was called with {', '.join(named)}"
             raise self._blame(what, error, called_with) from error

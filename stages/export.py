@@ -51,8 +51,8 @@ class Export(Stage):
     dynamic: dict[str, dict[int, Axis]] = Field(default_factory=dict)
     """Axes that change size, by input and axis: `{x: {0: batch}}`."""
     ranges: dict[str, Range] = Field(default_factory=dict)
-    """What integer inputs may hold, by input: `{ids: {low: 0, high: 30521}}`. Masks of 0 and 1 are also padded on the
-    right and the left, unless their range has one value (`{attention_mask: {low: 1, high: 1}}`, whatever the example
+    """What integer inputs may hold, by input: `{ids: [0, 30521]}`. Masks of 0 and 1 are also padded on the
+    right and the left, unless their range has one value (`{attention_mask: [1, 1]}`, whatever the example
     holds)."""
     tolerance: Literal["auto"] | Tolerance = "auto"
     """auto: within a stated multiple of torch's own float32 error, measured per value; or

@@ -81,7 +81,7 @@ class ImportOnnx(Stage):
     dims: dict[str, ImportedDim] = Field(default_factory=dict)
     """Sizes that vary, by the name that the file (or the report's table of dimensions) gives them."""
     ranges: dict[str, Range] = Field(default_factory=dict)
-    """What integer inputs may hold, by input: `{ids: {low: 0, high: 30521}}`."""
+    """What integer inputs may hold, by input: `{ids: [0, 30521]}`."""
     values: dict[str, float | tuple[float, ...]] = Field(default_factory=dict)
     """Inputs that become constants, each with its number, or the numbers along its one axis: `{sr: 16000,
     shape: [1, 3, 64]}`."""

@@ -15,10 +15,17 @@ class Fields(BaseModel):
 
 
 class Range(Fields):
-    """Values that an integer input takes, both ends included."""
+    """Values that an integer input takes, both ends included: `[low, high]`, or the two fields."""
 
     low: int
     high: int
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pair(cls, content: Any) -> Any:
+        if isinstance(content, list) and len(content) == 2:
+            return {"low": content[0], "high": content[1]}
+        return content
 
     @model_validator(mode="after")
     def _order(self) -> Range:

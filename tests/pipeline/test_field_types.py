@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from layerline.pipeline import stage_table
-from layerline.pipeline.config.field_types import Dimension
+from layerline.pipeline.config.field_types import Dimension, Range
 from layerline.pipeline.config.project import load
 from layerline.pipeline.errors import ConfigError
 
@@ -25,6 +25,10 @@ def test_sizes_that_do_not_exist(low: int | None, high: int | None, multiple: in
         Dimension(min=low, max=high, multiple=multiple)
 
 
+def test_a_range_may_be_a_pair() -> None:
+    assert Range.model_validate([0, 7]) == Range(low=0, high=7)
+
+
 @pytest.mark.parametrize(
     ("stage", "field", "told"),
     [
@@ -34,6 +38,8 @@ def test_sizes_that_do_not_exist(low: int | None, high: int | None, multiple: in
         ("import-onnx", "dims: {n: {min: 9, max: 15, multiple: 8}}", "no multiple of 8 lies between min 9 and max 15"),
         ("import-onnx", "ranges: {n: {low: 3, high: 2}}", "saw low 3 above high 2"),
         ("export", "ranges: {n: {low: 3, high: 2}}", "saw low 3 above high 2"),
+        ("export", "ranges: {n: [3, 2]}", "saw low 3 above high 2"),
+        ("export", "ranges: {n: [3]}", "expected the fields low, high"),
         ("export", "dynamic: {n: {0: {name: b, min: 4, max: 2}}}", "max 2 is below min 4"),
     ],
 )

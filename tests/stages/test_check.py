@@ -181,7 +181,7 @@ SLOW = {
     ),
     "a key of no batch": Wrong(
         "loss()",
-        "it was called with batch: (float32 (2, 6), int64 (2,))",
+        "batch: (float32 (2, 6), int64 (2,))",
         "def loss(net, batch): return net(batch['x']).sum()",
     ),
     "frozen": Wrong(

@@ -46,6 +46,12 @@ def misfit(
         arguments.insert(0, f"{len(args)} by position")
     unfilled = [n for n in parameters if n not in kwargs][len(args) :]
     hint = _CALL_ALIKE
+    surplus = [key for key in kwargs if key not in parameters]
+    if surplus and not unfilled:
+        # Most likely a target that lies among the inputs under a name that is not taken for one.
+        hint += (
+            f"; if {surplus[0]} is the target, give it beside the inputs, (inputs, target), or call it label or target"
+        )
     if kwargs and len(unfilled) == 1 and not set(kwargs) & set(parameters):
         # Perhaps forward() takes one dict, and the data's arrays are its entries.
         keys = [key.removeprefix(f"{unfilled[0]}_") for key in kwargs]
