@@ -17,10 +17,13 @@ LEAST_MOVE = 0.1  # dB; less is not listed
 
 
 def figures(now: PastRun, others: Sequence[PastRun]) -> TableView:
-    """The figures of this run that differ, a column for each run."""
+    """The figures of this run that differ, a column for each run. Stages that no other run finished are left out."""
     by_run = [_figures(past) for past in (now, *others)]
+    finished = {record.stage for past in others for record in past.run.records}
     rows = []
     for stage, name in by_run[0]:
+        if stage not in finished:
+            continue
         cells = [texts.get((stage, name), "") for texts in by_run]
         if len(set(cells)) > 1:
             rows.append([f"{stage}: {heading(name)}", *cells])

@@ -23,6 +23,8 @@ def test_figures_that_differ_stand_side_by_side() -> None:
     assert [column.label for column in view.columns] == ["figure", "now", "a"]
     assert view.rows == [["quantize: file size after", "2 MB", "4 MB"], ["quantize: accuracy", "0.5", ""]]
     assert figures(now, [now]).rows == []
+    failed = PastRun(replace(then.run, records=()), {})
+    assert figures(now, [failed]).rows == [], "it finished no stage, so there is nothing to compare"
 
 
 def test_the_layer_that_moved_most_comes_first() -> None:
