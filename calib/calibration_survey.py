@@ -71,6 +71,11 @@ class Survey:
         """The parts kept, in the order of the data."""
         return list(self._kept)
 
+    def clear(self) -> None:
+        """Forgets the parts kept; shapes and peaks stay."""
+        self._kept = []
+        self._count, self._stride, self.rows = 0, 1, 0
+
     def note(self, batch: Batch) -> None:
         """Notes the shapes and peaks of a batch."""
         for name, array in batch.feed.items():

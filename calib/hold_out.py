@@ -29,25 +29,29 @@ class HoldOut:
         self.survey = fitted
         self.judged = judged
         self._is_held: dict[bytes, bool] = {}
+        self._different: list[Batch] = []  # each different sample once, while there are fewer than LEAST
 
     def through(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Passes whole batches on, and keeps a few samples of both parts."""
-        waiting: list[Batch] = []
+        """Passes whole batches on, and keeps a few samples of both parts. `finish` has to follow."""
         for batch in batches:
             fitted, held = self._split(batch)
             if fitted is not None:
                 self.survey.add(fitted)
             if held is not None:
                 self.survey.note(held)
-                waiting.append(held)
+                self.judged.add(held)
             if len(self._is_held) >= LEAST:
-                for each in waiting:
-                    self.judged.add(each)
-                waiting = []
+                self._different = []
             yield batch
-        # Of so few samples choices are fitted on each one.
-        for each in waiting:
-            self.survey.add(each)
+
+    def finish(self) -> None:
+        """Of fewer than LEAST different samples choices are fitted on each one, however often it came."""
+        if self._different and len(self._is_held) < LEAST:
+            self.judged.clear()
+            self.survey.clear()
+            for batch in self._different:
+                self.survey.add(batch)
+        self._different = []
 
     def fitted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Passes on what choices are fitted on, in any pass after `through`."""
@@ -67,17 +71,15 @@ class HoldOut:
             return batch, None
         return self.judged.select(batch, np.flatnonzero(~held)), self.judged.select(batch, np.flatnonzero(held))
 
-    def _pieces(self, batch: Batch) -> list[Mapping[str, Array]]:
+    def _pieces(self, batch: Batch) -> list[Batch]:
         """The smallest parts of a batch that the model takes: its rows, or all of it."""
-        if not self.judged.can_cut(batch):
-            return [batch.feed]
-        return [self.judged.select(batch, np.array([row])).feed for row in range(batch.rows)]
+        pieces = [batch]
+        if self.judged.can_cut(batch):
+            pieces = [self.judged.select(batch, np.array([row])) for row in range(batch.rows)]
+        return pieces
 
-    def _holds(self, piece: Mapping[str, Array]) -> bool:
+    def _holds(self, piece: Batch) -> bool:
         """Whether this sample is judged on. One that comes again, in any pass, has the part that it had before."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name in sorted(piece):
-            digest.update(np.ascontiguousarray(piece[name]).tobytes())
         index = len(self._is_held)
         # The place within a block moves on from block to block: data may alternate between classes.
         held = index % 32 == index // 32 % 32
@@ -85,4 +87,17 @@ class HoldOut:
             held = index.bit_count() % 2 == 1
         elif index < DENSE:
             held = index % 4 == index // 4 % 4
-        return self._is_held.setdefault(digest.digest(), held)
+        key = digest_of(piece.feed)
+        if key not in self._is_held:
+            self._is_held[key] = held
+            if index < LEAST:
+                self._different.append(piece)
+        return self._is_held[key]
+
+
+def digest_of(piece: Mapping[str, Array]) -> bytes:
+    """The same for samples with the same numbers."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(piece):
+        digest.update(np.ascontiguousarray(piece[name]).tobytes())
+    return digest.digest()

@@ -257,5 +257,6 @@ class Samples:
         return TaskError(
             f"the reader that {self._hook}() returned cannot be replayed: {why}, and a second pass is needed",
             where=self._hook,
-            hint="return arrays, a list of batches, or an object whose __iter__ starts anew",
+            hint=f"{self._hook}() is called anew for each pass: open the data inside of it, or return `list(batches)` "
+            "made once; arrays and Datasets do as well",
         )

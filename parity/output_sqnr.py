@@ -59,7 +59,7 @@ def samples(data: CalibrationData, probes: Sequence[Feed]) -> Sequence[Feed]:
     first, else the probes.
     """
     fitting, held_out = data.parts()
-    evaluated = [batch.feed for batch in data.evaluated.batches()]
+    evaluated = data.evaluated_feeds()
     if data.hook() == "eval_data":
         return held_out or evaluated or fitting or probes
     return evaluated or held_out or fitting or probes

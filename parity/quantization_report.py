@@ -115,8 +115,10 @@ def with_outputs(
     if bounds is not None:
         gates += output_sqnr.gates(outputs, bounds)
     if data.hook() is not None:
+        # Samples that calibration left out of eval_data() itself do not make it other data.
+        evaluated = {} if data.hook() == "eval_data" else data.evaluated.peaks
         # Data of another scale gives ranges that fit nothing, whatever the calibrator is.
-        gates += output_sqnr.data_gate(data.survey.peaks, data.evaluated.peaks)
+        gates += output_sqnr.data_gate(data.survey.peaks, evaluated)
     tables = dict(report.tables)
     sizes = output_sqnr.by_size(converted.reference, converted.measured, probes, signature)
     if sizes:

@@ -14,10 +14,6 @@ from layerline.parity.search_judge import JudgeConverted, Verdict
 from layerline.pipeline.config.quantize_fields import Repair
 from layerline.pipeline.report import Report, Scalar
 
-# Least gain of the worst output, on held-out samples and on the others, for which the judge is asked. A smaller gain is
-# not worth a verdict, which evaluates the whole data.
-LEAST_GAIN_DB = 0.1
-
 
 @dataclass(frozen=True, kw_only=True)
 class Repaired:
@@ -83,11 +79,12 @@ def run(
         if gain is not None:
             row |= {"without_db": before[-1], "with_db": after[-1]}
             measured += f"; {measured_plan.gain_text(trials.place, before[-1], after[-1])}"
-        if gain is None or gain >= LEAST_GAIN_DB:
+        if gain is None or gain >= measured_plan.LEAST_GAIN_DB:
             new_verdict = judge(new_converted)
             evaluations += 1
             measured += f"; judged: {new_verdict.seen} with it, {verdict.seen} without"
-            if new_verdict.passed or new_verdict.lack <= verdict.lack:
+            # A budget that still holds does not excuse a loss of the judged figure.
+            if new_verdict.lack <= verdict.lack:
                 row["outcome"] = "kept"
                 calibrated, finished, converted = repaired, new_finished, new_converted
                 verdict, before = new_verdict, after

@@ -159,6 +159,7 @@ class Quantize(QuantizeFields):
             stop_early=self.stop_early and self.stop_early / 100,
             percentile=percentile,
             holds_out=chooses or self.bias_correction or bool(self.repairs) or self.search,
+            drops_outliers=self.calibrator == "auto",
         )
 
     def _convert(self, work: Work, conversion: Conversion) -> ConversionResult:
@@ -274,7 +275,7 @@ class Quantize(QuantizeFields):
         if data.hook() == "eval_data" or not data.evaluated.batches():
             # The final ranges are those of all samples, held-out ones too.
             note += "; the outputs are compared on samples that the ranges include, and fresh ones may do worse"
-        fewer = converted.ranges.samples < self.samples and not converted.ranges.stopped
+        fewer = converted.ranges.samples + data.left_out < self.samples and not converted.ranges.stopped
         if fewer and "samples" in self.model_fields_set:
             note += f"; {self.samples} were requested, and {data.hook()}() has no more"
         return [note]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,7 @@ from layerline.calib import collect, selection
 from layerline.calib.calibration_survey import Survey
 from layerline.calib.hold_out import HoldOut
 from layerline.calib.named_arrays import Input, Positions
+from layerline.calib.sample_screen import SampleScreen
 from layerline.calib.samples import Batch, Samples
 from layerline.pipeline.config.quantize_fields import Selection
 from layerline.pipeline.errors import StageError, TaskError
@@ -66,6 +68,7 @@ class CalibrationData:
     # whether choices and repairs are judged on some calibration samples that they are not fitted on. Ranges are of all
     # samples.
     holds_out: bool = False
+    drops_outliers: bool = False  # see `SampleScreen`
 
     def __post_init__(self) -> None:
         self.task = self.work.task
@@ -73,6 +76,7 @@ class CalibrationData:
         self.held_out = Survey(self.inputs)
         self.evaluated = Survey(self.inputs)
         self._hold_out = HoldOut(self.survey, self.held_out)
+        self._screen: SampleScreen | None = None
         self._numbers: Positions | None = None
         self._choice_note: tuple[str, ...] = ()
 
@@ -158,6 +162,20 @@ class CalibrationData:
         """
         return [batch.feed for batch in self.survey.batches()], [batch.feed for batch in self.held_out.batches()]
 
+    def evaluated_feeds(self) -> list[Feed]:
+        """A few evaluation samples, without those that calibration would leave out as well."""
+        batches = self.evaluated.batches()
+        if self._screen is not None:
+            batches = self._screen.finite(batches)
+        return [batch.feed for batch in batches]
+
+    @property
+    def left_out(self) -> int:
+        """Calibration samples that were read and not used."""
+        if self._screen is None:
+            return 0
+        return self._screen.left_out
+
     def evaluation(self) -> Samples | None:
         """All samples of eval_data(); None where the task has no such hook."""
         if not self.task.has("eval_data"):
@@ -170,17 +188,35 @@ class CalibrationData:
         names: Sequence[str],
         batches: Samples | list[Batch],
         nonfinite: Literal["stop", "skip"],
+        *,
+        screened: bool = True,
     ) -> collect.Ranges:
-        """Collects the ranges of the named values, and keeps a few samples in `survey` and `held_out`."""
+        """Collects the ranges of the named values, and keeps a few samples in `survey` and `held_out`.
+
+        Args:
+            screened: leaves out samples as `SampleScreen` says.
+        """
         count = len(batches) if isinstance(batches, list) else batches.count()
         # A reader without a length is expected to give as many samples as are wanted.
         total = count or self.samples
         read: Iterable[Batch] = batches
+        if screened and self._screen is not None:
+            read = self._screen.again(read)
+        elif screened:
+            opened = functools.cache(lambda: session(model, ()))
+            self._screen = SampleScreen(
+                self.survey,
+                nonfinite,
+                lambda feed: opened().run(feed),
+                every=nonfinite == "skip" or (self.holds_out and not names),
+                drops_outliers=self.drops_outliers,
+            )
+            read = self._screen.through(read)
         # A model that is calibrated anew is tried on the same samples as before.
         if not self.survey.rows:
             keeper = self._hold_out if self.holds_out else self.survey
-            read = keeper.through(batches)
-        return collect.collect(
+            read = keeper.through(read)
+        ranges = collect.collect(
             lambda taps: session(model, taps),
             read,
             names,
@@ -189,11 +225,25 @@ class CalibrationData:
             stop_early=self.stop_early,
             progress=lambda done: self.work.log.progress(min(done, total), total),
         )
+        self._hold_out.finish()
+        if screened and self._screen is not None:
+            notes = self._screen.notes(lambda number: self._position(batches, number))
+            ranges = dataclasses.replace(ranges, notes=(*ranges.notes, *notes))
+        return ranges
+
+    def _position(self, batches: Samples | list[Batch], number: int) -> int:
+        """The place in the data of the sample that was read as the n-th."""
+        if self._numbers is not None:
+            return int(self._numbers[number])
+        if isinstance(batches, Samples):
+            return int(batches.positions(number + 1)[number])
+        return number
 
     def _few(self) -> Iterator[Batch]:
         hook = self.hook()
         if hook is not None:
-            yield from self._chosen(hook, min(self.samples, MOST_FEEDS))
+            chosen = self._chosen(hook, min(self.samples, MOST_FEEDS))
+            yield from chosen if self._screen is None else self._screen.again(chosen)
 
     def _chosen(self, hook: str, limit: int) -> Samples:
         """The calibration samples as `choose_samples` chose them, or spread evenly over the data."""

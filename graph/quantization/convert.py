@@ -249,7 +249,7 @@ def greatest_values(reference: ir.Model, data: CalibrationData, probes: Sequence
     # What overflows on any sample has to be seen, so held-out ones are read too.
     if data.hook() is not None:
         batches, notes = data.calibration()
-    ranges = data.ranges(reference, mixed_precision.float_values(reference), batches, "skip")
+    ranges = data.ranges(reference, mixed_precision.float_values(reference), batches, "skip", screened=False)
     return {name: histogram.amax for name, histogram in ranges.histograms.items()}, notes
 
 

@@ -28,6 +28,9 @@ from layerline.pipeline.report import decibels
 SAMPLES = 8
 # How much better another plan must be at the outputs to replace the one chosen value by value.
 CLEARLY_DB = 0.5
+# Least gain of the worst output, on held-out samples and on the others, for which a repair or a bias correction stays.
+# A smaller gain is less than what another choice of samples changes.
+LEAST_GAIN_DB = 0.1
 
 _SATURATING = ("Softmax", "LogSoftmax", "Sigmoid", "ArgMax", "ArgMin", "TopK")
 _MOVES = ("Identity", "Cast", "Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze")
@@ -261,6 +264,6 @@ def corrected(
     if gain is None:
         return True, f"bias correction changed {layers} layers; no output could be measured"
     figures = gain_text(trials.place, before[-1], after[-1])
-    if gain <= 0:
-        return False, f"bias correction was left out, the outputs do not gain by it: {figures}"
+    if gain < LEAST_GAIN_DB:
+        return False, f"bias correction was left out, the outputs gain less than {LEAST_GAIN_DB} dB by it: {figures}"
     return True, f"bias correction of {layers} layers: {figures}"

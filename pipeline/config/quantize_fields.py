@@ -57,7 +57,8 @@ class QuantizeFields(Stage):
     batch_size: PositiveInt = 16
     """Samples a run, where the data does not come in batches; more takes more memory."""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """What a NaN or Inf in calibration does: stop and name it, or leave it out of the range and say so."""
+    """What a calibration sample that holds or gives NaN or Inf does, in every format: stop and name it, or leave the
+    sample out of ranges, repairs and gates and say which."""
     per_channel: bool = True
     """One scale for each output channel of a weight."""
     bias_correction: bool = False

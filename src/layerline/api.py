@@ -18,10 +18,14 @@ import onnx_ir as ir
 from layerline import backends
 from layerline.backends.base import Feed, Session
 from layerline.calib import collect
+from layerline.calib.calibration_survey import Survey
+from layerline.calib.hold_out import HoldOut
 from layerline.calib.plan import QuantPlan
+from layerline.calib.sample_screen import SampleScreen
 from layerline.calib.samples import Batch
 from layerline.compare.compare_models import compare
 from layerline.export import probe_files
+from layerline.export.signature import signature
 from layerline.graph.fusion import fuse as fusing
 from layerline.graph.fusion import fuse as fusion
 from layerline.graph.io import onnx_files
@@ -157,6 +161,8 @@ def quantize(
 ) -> QuantizedModel:
     """Quantises a float model to int8 with ranges that are calibrated on the feeds.
 
+    Calibrator auto is judged on samples that it is not fitted on, and leaves out outliers, as the stage does.
+
     Args:
         model: the model; it is not changed.
         feeds: calibration samples, batched or one by one.
@@ -177,12 +183,32 @@ def quantize(
     rules = qdq_placement.Rules(ops=ops, skip=skip, per_channel=per_channel)
     placed = qdq_placement.place(light, rules)
     batches = [Batch({k: np.asarray(v) for k, v in feed.items()}, None, _rows(feed)) for feed in feeds]
-    ranges = collect.collect(lambda taps: calibration_data.session(light, taps), batches, placed.activations)
-    tuned = measured_plan.tuned(
-        light, rules, placed, ranges.histograms, feeds, calibrator=calibrator, percentile=percentile
+    inputs = signature(light).inputs
+    fitted, judged = Survey(inputs), Survey(inputs)
+    hold_out = HoldOut(fitted, judged)
+    screen = SampleScreen(
+        fitted,
+        "stop",
+        lambda feed: calibration_data.session(light, ()).run(feed),
+        every=False,
+        drops_outliers=calibrator == "auto",
     )
+    read = hold_out.through(screen.through(batches))
+    ranges = collect.collect(lambda taps: calibration_data.session(light, taps), read, placed.activations)
+    hold_out.finish()
+    tuned = measured_plan.tuned(
+        light,
+        rules,
+        placed,
+        ranges.histograms,
+        [batch.feed for batch in fitted.batches()],
+        [batch.feed for batch in judged.batches()],
+        calibrator=calibrator,
+        percentile=percentile,
+    )
+    all_notes = (*notes, *ranges.notes, *screen.notes(int), *tuned.notes)
     quantized = ir.to_proto(qdq.apply(light, tuned.plan))
-    return QuantizedModel(model=quantized, plan=tuned.plan, notes=(*notes, *ranges.notes, *tuned.notes))
+    return QuantizedModel(model=quantized, plan=tuned.plan, notes=all_notes)
 
 
 def _read(model: Model) -> ir.Model:
