@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import io
+import json
 import logging
 import os
 import signal
@@ -25,6 +27,8 @@ from layerline.pipeline.untrusted import is_number, printable
 INTERRUPTED = "interrupted; what was finished is kept, and the same command goes on from there"
 _RECURSION = sys.getrecursionlimit()
 _FORMAT = warnings.formatwarning
+# Results are keyed, stored and printed by these: with others in their place they would be wrong without a word.
+_KEPT = ((hashlib, "sha256", hashlib.sha256), (json, "dumps", json.dumps), (json, "loads", json.loads))
 _WIDEST = 10_000  # columns and lines of a terminal
 
 
@@ -107,6 +111,14 @@ def put_right() -> tuple[str, str] | None:
     """Resets global settings of user code with which Layerline can't work; returns what was set, and a hint."""
     if sys.getrecursionlimit() < _RECURSION:
         sys.setrecursionlimit(_RECURSION)
+    replaced = []
+    for module, name, function in _KEPT:
+        if getattr(module, name, None) is not function:
+            setattr(module, name, function)
+            replaced.append(f"{module.__name__}.{name}")
+    if replaced:
+        what = f"replaced {' and '.join(replaced)}, by which results are stored"
+        return what, "write a function of your own in its place, under another name"
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_default_device") and torch.get_default_device().type == "meta":
         torch.set_default_device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -98,6 +99,21 @@ def test_a_low_recursion_limit_is_raised_again(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text("import sys\ndef model():\n    sys.setrecursionlimit(200)\n    return 5\n")
     assert Task(tmp_path / "task.py").call("model") == 5
     assert sys.getrecursionlimit() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import json\njson.dumps = lambda *a, **k: 'x'\n", "importing it replaced json.dumps,"),
+        ("import json, hashlib\njson.loads = hashlib.sha256 = None\n", "replaced hashlib.sha256 and json.loads,"),
+    ],
+)
+def test_a_function_that_results_are_stored_by_is_not_replaced(text: str, said: str, tmp_path: Path) -> None:
+    before = json.dumps, json.loads, hashlib.sha256
+    (tmp_path / "task.py").write_text(text + "def model(): return 1\n")
+    with pytest.raises(TaskError, match=said) as error:
+        Task(tmp_path / "task.py").call("model")
+    assert (json.dumps, json.loads, hashlib.sha256) == before and "under another name" in error.value.hint
 
 
 def test_an_error_s_code_is_never_0() -> None:
