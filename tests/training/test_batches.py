@@ -214,6 +214,16 @@ def test_nothing_to_run_on_is_told(tmp_path: Path) -> None:
         data.example_inputs(_task(tmp_path, "def model(): pass"))
 
 
+@pytest.mark.parametrize("kind", ["columns", "batches"])
+def test_a_ranks_share_keeps_channels_last(kind: str) -> None:
+    """A kernel for channels_last rounds otherwise than one for row-major images."""
+    images = torch.arange(300.0).reshape(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    source: Any = {"columns": (images, torch.arange(4)), "batches": [(images, torch.arange(4))]}[kind]
+    x, rows = next(Batches(source, batch_size=4, seed=None, rank=1, ranks=2).forever())
+    assert rows.tolist() == [1, 3] and torch.equal(x, images[1::2])
+    assert x.stride() == (75, 1, 15, 3)
+
+
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5), st.sampled_from(["arrays", "samples", "batches"]))
 @settings(max_examples=40, deadline=None)
 def test_ranks_share_the_batches_of_one_process(samples: int, size: int, ranks: int, kind: str) -> None:

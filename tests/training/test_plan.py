@@ -31,7 +31,7 @@ def test_the_text_says_groups_and_curve() -> None:
 
 def test_a_field_without_effect_is_named() -> None:
     mo = ModelOptimizer(nn.Linear(2, 1), {"distributed": {"overlap_communication": True}})
-    assert "distributed.overlap changes nothing: gradients are reduced after the backward pass" in mo.plan().notes
+    assert "distributed.overlap changes nothing: gradients are reduced after the backward pass" in mo.warnings
 
 
 def test_the_text_lists_the_first_parameters_and_counts_the_others() -> None:

@@ -249,9 +249,13 @@ def selected(batch: Any, rows: Tensor, samples: int | None = None) -> Any:
     """Rows of every tensor, or of those with so many `samples`. A single number holds for all samples."""
 
     def select(tensor: Tensor) -> Tensor:
-        if tensor.ndim and (samples is None or len(tensor) == samples):
-            return tensor.index_select(0, rows.to(tensor.device))
-        return tensor
+        if not tensor.ndim or (samples is not None and len(tensor) != samples):
+            return tensor
+        indices = rows.to(tensor.device)
+        # index_select is faster, but its result is row-major: channels_last would be lost.
+        if tensor.is_contiguous():
+            return tensor.index_select(0, indices)
+        return tensor[indices]
 
     return each_tensor(batch, select)
 

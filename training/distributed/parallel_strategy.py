@@ -162,6 +162,17 @@ class Peers(Policy, ABC):
             self.ranks.average(list(means.values()))
         return means
 
+    def mean_statistics(self, window: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Running statistics as the end of a `shared_window` would make them: their mean over the ranks. The passes of
+        each rank have moved its own since the last step. Empty for a window that no rank has begun."""
+        if window["weighted"] is None and not window["micro"]:
+            return {}
+        names = list(statistics(self.lane.named))
+        means = [tensor.clone() for tensor in Slots(self.lane.named, names).now()]
+        with self.ranks.phases.guarded("save_ckpt, which every rank has to call,", self.lane.steps):
+            self.ranks.average(means)
+        return dict(zip(names, means, strict=True))
+
     def split(self, tensors: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:  # noqa: ARG002
         """This rank's part of a lane's tensors, as a checkpoint names them."""
         return tensors

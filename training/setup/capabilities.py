@@ -51,6 +51,9 @@ def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Rank
 def attach(lane: Lane, group: Ranks | None, roll_back: Callable[[], str | None]) -> None:
     """Gives a new lane what the other ranks and the policy for non-finite steps need."""
     config = lane.config
+    if config.distributed.overlap:
+        text = "distributed.overlap changes nothing: gradients are reduced after the backward pass"
+        lane.monitor.warn("overlap", text)
     if group is not None:
         from layerline.training.distributed.data_parallel import Replicas
         from layerline.training.distributed.sharding import Shards

@@ -101,7 +101,9 @@ def collect(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> dict
     if lane.ema is not None:
         ema_updates = lane.ema.updates
         tensors |= {f"{prefix}ema/{n}": average for n, average in zip(lane.ema.names, lane.ema.shadow, strict=True)}
-    parts: dict[str, Any] = {"optimizer": optimizer_state.state(lane), "window": _window_state(lane), "guard": {}}
+    window = _window_state(lane)
+    tensors |= {f"{prefix}online/{name}": mean for name, mean in _statistics_of_all(lane, window).items()}
+    parts: dict[str, Any] = {"optimizer": optimizer_state.state(lane), "window": window, "guard": {}}
     for policy in lane.policies():
         if policy.name:
             parts[policy.name] = policy.state_dict()
@@ -130,6 +132,14 @@ def _window_state(lane: Lane) -> dict[str, Any]:
         window = lane.peers.shared_window(window)
         grads = lane.peers.mean_by_name(grads)
     return {**window, "grads": grads}
+
+
+def _statistics_of_all(lane: Lane, window: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """In an open window of several ranks, the mean of their running statistics: those of rank 0, which writes the file,
+    would leave out the others' micro-batches."""
+    if lane.peers is None:
+        return {}
+    return lane.peers.mean_statistics(window)
 
 
 def _finite(number: float) -> float | None:
