@@ -161,6 +161,9 @@ class Calibrated:
             quantized, _ = bias_correction.correct(quantized, shifts)
         if TARGETS[self.rules.target].integer_bias:
             quantized = integer_bias.store(quantized)
+        notes = self.notes
+        if any(value.dtype in ("int8", "uint8") for value in plan.values):
+            notes += (int8_note(int8_flag()),)
         reference = self.model
         if fp8:
             reference = raise_opset(reference, FORMATS["fp8"].opset)
@@ -172,7 +175,7 @@ class Calibrated:
             ranges=self.ranges,
             scaled=self.scaled,
             rounded=rounded,
-            notes=(*self.notes, int8_note(int8_flag())),
+            notes=notes,
         )
 
     def corrected(self) -> Calibrated:

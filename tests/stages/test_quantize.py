@@ -509,6 +509,7 @@ def test_t21_the_note_names_the_cpu_flag(work, tmp_path):
     assert "this CPU has no VNNI" in int8_note("") and "has avx_vnni" in int8_note("avx_vnni")
     assert "unknown" in int8_note(int8_flag(tmp_path / "nothing"))
     assert int8_note(int8_flag()) in Quantize().run(work()).notes
+    assert int8_note(int8_flag()) not in Quantize(mode="fp8").run(work()).notes
 
 
 # Half precision
