@@ -98,8 +98,11 @@ def choose(planner: Planner, stage: str, run_id: str | None = None) -> Chosen:
             return Chosen(_from_key(planner, stage), None)
         return Chosen(_record_in(run, stage), run)
     record = planner.ledger.head(stage) or _from_key(planner, stage)
-    newest = next((run for run in planner.ledger.runs() if record in run.records), None)
-    return Chosen(record, newest)
+    # From the newest to the oldest.
+    for run in planner.ledger.runs():
+        if record in run.records:
+            return Chosen(record, run)
+    return Chosen(record, None)
 
 
 def stage_and_run(text: str, run_id: str | None) -> tuple[str, str | None]:
@@ -129,7 +132,8 @@ def _run_with_settings(planner: Planner, needed: Sequence[str]) -> Run | None:
     for run in planner.ledger.runs():
         # Records of stages that this project does not have any more say nothing.
         records = {r.stage: r for r in run.records if r.stage in wanted}
-        has_all = all(name in records for name in needed if name in wanted)
+        # The first word of an override need not be a stage: `name=other` sets a field of the project.
+        has_all = records.keys() >= wanted.keys() & set(needed)
         if has_all and records and all(has_settings(r, wanted[name]) for name, r in records.items()):
             return run
     return None
@@ -189,6 +193,7 @@ def beside(planner: Planner, chosen: Chosen, run_id: str) -> Beside:
     stage = chosen.record.stage
     past = planner.ledger.find_run(run_id, stage)
     then = _record_in(past, stage)
+    # Stages that this one does not depend on can't have changed its report.
     needed = {s.name for s in planner.project.needed_for([stage])}
     now: Sequence[Record] = (chosen.record,)
     if chosen.run is not None:
@@ -231,15 +236,16 @@ def beside_run(planner: Planner, run: Run, others: Sequence[str]) -> list[PastRu
 
 
 def _record_in(run: Run, stage: str) -> Record:
-    record = next((r for r in run.records if r.stage == stage), None)
-    if record is None:
-        raise PipeError(f"run {run.id} has no stage {stage}", hint="name a run that went through it")
-    return record
+    for record in run.records:
+        if record.stage == stage:
+            return record
+    raise PipeError(f"run {run.id} has no stage {stage}", hint="name a run that went through it")
 
 
 LogRows = list[dict[str, float]]
 """A training log: of each row the columns in which something was measured."""
 _LOG = TypeAdapter(LogRows)
+# A log is read as a whole; a larger one was not written by a training.
 _LOG_BYTES = 1 << 27
 
 
