@@ -155,7 +155,8 @@ def _run(shared: Shared, stages: Sequence[str], *, force: bool = False, tables: 
         if result.error is not None:
             screen.error(result.error)
     if not silent:
-        terminal.run_outcome(screen.console(), done, shared.where, shared.sets)
+        # The tables are those of `pipe tune`, whose note says how to keep the choice.
+        terminal.run_outcome(screen.console(), done, shared.where, shared.sets, note_advises=bool(tables))
     raise typer.Exit(done.exit_code)
 
 

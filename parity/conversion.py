@@ -71,7 +71,9 @@ class Conversion:
         search = format_search.Search(
             start=repaired,
             make=self.maker(repaired.calibrated),
-            judge=search_judge.first_samples_first(self.judge, self.evaluation, self.budget),
+            judge=search_judge.first_samples_first(
+                self.judge, self.evaluation, self.data, self.probes, self.budget, self.bounds
+            ),
             float_format=fields.rest,
             others=others,
             log=self.data.work.log.say,

@@ -2,7 +2,8 @@
 
 1. Everything quantised, as it is and then with repairs (`repair_steps`). If the budget holds, that is the result.
 2. The layers are ranked by the error that each alone adds to the outputs (`output_effects`), per byte that it saves.
-3. Bisection over the ranking: how many of its first layers have to stay float.
+3. Bisection over the ranking: how many of its first layers have to stay float. Where the outputs' SQNR judges, it
+   begins at the number that the layers' effects predict.
 4. Quantised again in groups, those of least error first, as long as the budget holds. On few samples a verdict is
    noisy: a layer that fails alone stays float, and the others are still tried. Where the outputs' SQNR judges, groups
    that would add far more error than it leaves are not evaluated.
@@ -27,6 +28,7 @@ from layerline.calib.plan import readers_of
 from layerline.compare.compare_models import distances
 from layerline.compare.output_effects import effects
 from layerline.graph.analysis.ir_queries import first_output
+from layerline.graph.quantization import measured_plan
 from layerline.graph.quantization.convert import Converted
 from layerline.graph.quantization.cost_model import CostModel
 from layerline.graph.quantization.naming import matching, module_of
@@ -73,7 +75,9 @@ class SearchOutcome:
             fields["layers"] = json.dumps(patterns, ensure_ascii=False)
         if fields:
             written = ", ".join(f"{name}: {value}" for name, value in fields.items())
-            note += f"; to keep this choice, write in pipe.yaml: `quantize: {{{written}}}`"
+            note += f"; to keep this choice for `pipe run all`, write in pipe.yaml: `quantize: {{{written}}}`"
+        else:
+            note += "; `pipe run all` makes the same choice, and pipe.yaml needs no change"
         counts = Counter(self.formats.values())
         metrics: dict[str, Scalar] = {
             "evaluations": self.evaluations,
@@ -136,7 +140,8 @@ class Search:
 
     def _measure(self, quantized: Converted) -> None:
         """Measures each layer's own error and its effect at the outputs, and the size of every value."""
-        feeds = self.calibrated.feeds
+        # The table and the order of the trials need no more samples than the trials of single ranges.
+        feeds = measured_plan.spread(self.calibrated.feeds)
         values = distances(quantized.reference, quantized.measured, feeds)
         elements = {name: whole.count for name, (whole, _) in values.items()}
         for feed in feeds:
@@ -187,12 +192,12 @@ class Search:
     def _fewest(self) -> int:
         """How many of the first layers have to stay float: all of them if the budget fails with the last one alone.
 
-        Doubles the number until the budget holds, then halves the interval. All layers in float hold unmeasured.
+        Goes on in doubling steps until the budget holds, then halves the interval. All layers in float hold unmeasured.
         """
         most = len(self._layers)
-        failing, holding = 0, 1
+        failing, holding, step = 0, self._predicted(), 1
         while holding < most and not self._holds(frozenset(self._layers[:holding])):
-            failing, holding = holding, 2 * holding
+            failing, holding, step = holding, holding + step, 2 * step
         holding = min(holding, most)
         while holding - failing > 1:
             middle = (failing + holding) // 2
@@ -201,6 +206,19 @@ class Search:
             else:
                 failing = middle
         return holding
+
+    def _predicted(self) -> int:
+        """How many of the first layers have to stay float if the errors of the others add up; 1 where unknown."""
+        whole, whole_noise = sum(self._effects.values()), self.start.verdict.noise
+        if whole_noise is None or not 0 < whole < math.inf:
+            return 1
+        left = whole
+        for count, layer in enumerate(self._layers, 1):
+            left -= self._effects.get(layer, 0.0)
+            # Effects are measured on other samples than the verdict, see `_excess`.
+            if whole_noise * left <= whole:
+                return count
+        return len(self._layers)
 
     def _quantized_again(self, kept: frozenset[str]) -> frozenset[str]:
         """Tries to quantise layers again, in groups that are halved where the budget fails."""
@@ -271,14 +289,21 @@ class Search:
         if not left or self._costs.cost({**formats, **dict.fromkeys(left, name)}) >= self._costs.cost(formats):
             return converted
 
+        failed: list[dict[str, str]] = []
+
         def accepts(group: list[str]) -> bool:
             nonlocal converted
             tried = {**self._chosen, **dict.fromkeys(group, name)}
+            # Where one half of a group was accepted, the other half completes the group that failed.
+            if tried in failed:
+                return False
             candidate = self.make(kept, tried)
             count = list(tried.values()).count(name)
             passed = self._evaluate(candidate, kept, f"{count} of these {len(kept)} in {name}").passed
             if passed:
                 self._chosen, converted = tried, candidate
+            else:
+                failed.append(tried)
             return passed
 
         self._offer(left, accepts, max(MOST_EVALUATIONS, self._evaluations + 1))
@@ -333,6 +358,8 @@ class Search:
             return "of the assignment that came nearest to the budget"
         quantized = self._quantized[layer]
         if chosen == quantized:
+            if self._savings[layer] <= 0:
+                return f"the budget holds with it in {quantized}, but Q/DQ costs as much as that saves, or more"
             return f"the budget holds with it in {quantized}"
         return self._reasons.get(layer, f"not tried in {quantized} again after {self._evaluations} evaluations")
 

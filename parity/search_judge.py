@@ -10,8 +10,11 @@ from layerline.backends.base import Feed
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
 from layerline.parity import output_sqnr
-from layerline.parity.accuracy_budget import Evaluation, MetricPair
+from layerline.parity.accuracy_budget import FIRST_SHARE, Evaluation, MetricPair
 from layerline.pipeline.config.budgets import MaxDrop, by_metric
+
+# The first quarter of the samples may be worse than all of them, but hardly by more: twice the power of the error.
+HOPELESS_DB = 3.0
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,28 @@ def judge(
     return verdict
 
 
-def first_samples_first(exact: JudgeConverted, evaluation: Evaluation, max_drop: MaxDrop) -> JudgeConverted:
-    """The same judge, which ends at the first samples where these alone lose more than the budget allows on all."""
+def first_samples_first(
+    exact: JudgeConverted,
+    evaluation: Evaluation,
+    data: CalibrationData,
+    probes: Sequence[Feed],
+    max_drop: MaxDrop,
+    bounds: output_sqnr.Bounds,
+) -> JudgeConverted:
+    """The same judge, which ends at the first samples where these leave no hope.
+
+    Of a metric they alone lose more than the budget allows on all samples. Of outputs they lack more than HOPELESS_DB.
+    """
 
     def verdict(converted: Converted) -> Verdict:
+        if evaluation.why:
+            feeds = output_sqnr.samples(data, probes)
+            few = feeds[: len(feeds) // FIRST_SHARE]
+            if few:
+                by_few = _by_outputs(output_sqnr.outputs(converted.reference, converted.measured, few), bounds)
+                if by_few.lack > HOPELESS_DB:
+                    return Verdict(False, by_few.lack, f"{by_few.seen} on the first samples")
+            return exact(converted)
         first = evaluation.hopeless(converted, max_drop)
         if first is None:
             return exact(converted)

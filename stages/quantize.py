@@ -256,6 +256,9 @@ class Quantize(QuantizeFields):
             bounds = None if accuracy.metrics else conversion.bounds
             report = quantization_report.with_outputs(report, converted, data, probes, signature, bounds=bounds)
         sizes = {"bytes_before": _bytes(work.inputs["model"]), "bytes_after": _bytes(work.out)}
+        if self.mode in FORMATS and sizes["bytes_after"] >= sizes["bytes_before"]:
+            note = "the file is no smaller: the weights that became smaller, if any, saved less than Q/DQ nodes took"
+            report = dataclasses.replace(report, notes=(*report.notes, f"{note}; `pipe plan` lists what stays float"))
         return dataclasses.replace(
             report,
             metrics={**accuracy.metrics, **sizes, **report.metrics},

@@ -37,7 +37,11 @@ TERMS = (
     Term("nondeterministic", "", "the random operator that the value depends on; the value is not compared"),
     Term("cause", "", "the earlier threshold or ArgMax that explains the difference"),
     Term("outputs dB", "dB", "SQNR of the outputs if only this layer were converted, measured on a few samples"),
-    Term("gain dB", "dB", "by how much the outputs gain if this layer alone stays float and all others are converted"),
+    Term(
+        "gain dB",
+        "dB",
+        "by how much the outputs gain if only this layer stays float, all others converted; exact: no error is left",
+    ),
     Term(
         "saves %",
         "per cent",

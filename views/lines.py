@@ -99,5 +99,5 @@ def _precisions_joined(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def _change(stem: str, before: Any, after: Any) -> str:
     first, second = formatting.amount(stem, before), formatting.amount(stem, after)
     if formatting.is_size(stem) and first == second:
-        return f"{second} {formatting.heading(stem)}"
+        return f"{second} {formatting.heading(stem)}, as before"
     return f"{first} -> {second} {formatting.heading(stem)}"

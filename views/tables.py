@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
@@ -169,6 +170,8 @@ def _gain(value: Scalar) -> str:
     number = formatting.number(value)
     if number is None:
         return ""
+    if number == math.inf:
+        return "exact"
     return f"{round(number, 1) + 0.0:+.1f}"  # never -0.0
 
 

@@ -113,14 +113,20 @@ def listener(stages: Sequence[Stage], *, silent: bool) -> Live:
     return Live(console(), width=max((len(stage.name) for stage in stages), default=0))
 
 
-def run_outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = ()) -> None:
+def run_outcome(
+    out: Console, done: Outcome, where: str, sets: Sequence[str] = (), *, note_advises: bool = False
+) -> None:
     """Prints the stages that are now out of date and, where there is one, the next useful command.
+
+    With `note_advises` a note of the report has said what to do next, unless the run failed.
 
     The command repeats `where` (` -C DIR`) and the `--set` overrides of the run: without them it means other settings.
     """
     for step in done.out_of_date:
         reason = words(f"({step.reason})", "dim")
         out.print(Text.assemble(("out of date", "yellow"), f" {step.stage.name} ", reason), soft_wrap=True)
+    if note_advises and done.passed:
+        return
     command = _next_command(done, sets)
     if command:
         out.print(Text.assemble(("next:", "dim"), " ", words(command + where)), soft_wrap=True)

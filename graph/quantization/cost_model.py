@@ -1,7 +1,7 @@
 """What an assignment of formats to layers costs, in bytes moved: a stated model, not a measurement.
 
 - A value is written once in each format that a layer reads it in, and read by each of these layers. A second format is
-  what Q/DQ or a cast adds.
+  what Q/DQ or a cast adds: it is made from the widest one, which is read once more.
 - A weight is read once, in the format of its layer.
 - Multiplications count as the bytes that a device moves in their time: MACS_PER_BYTE, in the ratio of the rates at
   which tensor cores multiply (float32 as TF32).
@@ -64,8 +64,10 @@ class CostModel:
                 total += self._elements.get(value, 0) * BYTES[layer_format]
                 written.setdefault(value, set()).add(layer_format)
         for value, value_formats in written.items():
-            for value_format in value_formats:
-                total += self._elements.get(value, 0) * BYTES[value_format]
+            sizes = [BYTES[value_format] for value_format in value_formats]
+            # With one format, Q is part of the layer that makes the value. Otherwise it reads what that layer wrote.
+            conversions = (len(sizes) - 1) * max(sizes)
+            total += self._elements.get(value, 0) * (sum(sizes) + conversions)
         return total
 
 

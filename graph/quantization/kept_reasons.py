@@ -9,7 +9,7 @@ import onnx_ir as ir
 from layerline.calib.plan import Kept
 from layerline.graph.analysis.ir_queries import first_output, subgraphs
 from layerline.graph.quantization.naming import kept_float
-from layerline.graph.quantization.targets import OPS, WEIGHTED, Target
+from layerline.graph.quantization.targets import FORMATS, OPS, WEIGHTED, Target
 from layerline.graph.quantization.weight_sources import weight_of
 
 FLOAT = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -45,6 +45,9 @@ def listed(
         reason = kept.get(node, "")
         if not reason and first_output(node) not in quantized and node.op_type not in OPS:
             reason = _lacks_a_rule(node, fused, target, mode)
+        # In blocks of weights all computation is float: only a weight that stays float is worth a line.
+        if FORMATS[mode].block and node.op_type not in WEIGHTED and not _reads_a_table(node):
+            reason = ""
         if reason:
             yield kept_float(node, reason)
         for body in subgraphs(node):
@@ -93,6 +96,15 @@ def _in_body(owner: ir.Node, body: ir.Graph) -> Iterator[Kept]:
             yield kept_float(node, f"it is inside {place}, where ranges are not observed")
         for inner in subgraphs(node):
             yield from _in_body(owner, inner)
+
+
+def _reads_a_table(node: ir.Node) -> bool:
+    """Whether a stored tensor of two or more axes is among its inputs."""
+    for value in node.inputs:
+        array = weight_of(value)
+        if array is not None and array.ndim > 1:
+            return True
+    return False
 
 
 def _large_weight(node: ir.Node) -> str | None:

@@ -70,7 +70,7 @@ def tuned(
         calibrator = "minmax"  # weights have ranges of their own
     if calibrator != "auto":
         return Tuned(qdq.make_plan(model, placed, histograms, calibrator, percentile=percentile), rules, ())
-    chosen = range_choice.choose_ranges(model, rules, placed, histograms, _spread(feeds), percentile=percentile)
+    chosen = range_choice.choose_ranges(model, rules, placed, histograms, spread(feeds), percentile=percentile)
     floated = tuple(f"{layer} stays float: {chosen.rules.keep[layer]}" for layer in chosen.floated)
     plan = qdq.make_plan(model, chosen.placement, histograms, "mse", percentile=percentile, chosen=chosen.thresholds)
     trials = Trials(model, feeds, held_out)
@@ -91,7 +91,7 @@ def tuned(
     return Tuned(best_plan, chosen.rules, notes)
 
 
-def _spread(feeds: Sequence[Feed]) -> Sequence[Feed]:
+def spread(feeds: Sequence[Feed]) -> Sequence[Feed]:
     """Evenly spread feeds that hold about SAMPLES samples together, at least one feed."""
     if not feeds:
         return feeds
@@ -154,7 +154,12 @@ def gain_text(place: str, before: float | None, after: float | None) -> str:
     """The figures on the held-out samples, in words."""
     if before is None or after is None:
         return f"{place} hold only zeros on the held-out samples, so nothing could be judged"
-    return f"{after:.1f} dB at {place} with it, {before:.1f} dB without, on held-out samples"
+    texts = [f"{db:.1f}" for db in (after, before)]
+    if texts[0] == texts[1]:
+        texts = [f"{db:.3f}" for db in (after, before)]
+    if texts[0] == texts[1]:
+        return f"{before:.1f} dB at {place} with and without it, on held-out samples: no change"
+    return f"{texts[0]} dB at {place} with it, {texts[1]} dB without, on held-out samples"
 
 
 class OutputReference:

@@ -176,7 +176,10 @@ def sensitive_layers(evidence: Evidence, report: Report) -> Iterator[Cause]:
         confidence = 0.65 if _own(record) < UNFIT_DB else 0.55
         text = f"{record.op} {record.where} has {record.own_db:.1f} dB with exact inputs"
         if GAIN in record.extra:
-            text += f"; the outputs gain {_gain(record):.1f} dB by it alone in float"
+            gained = f"the outputs gain {_gain(record):.1f} dB by it alone in float"
+            if _gain(record) == math.inf:
+                gained = "the outputs have no error with it alone in float"
+            text += f"; {gained}"
             # By itself it is not the reason.
             if _gain(record) < LEAST_GAIN:
                 confidence = 0.45

@@ -41,6 +41,17 @@ def test_a_value_that_is_read_in_two_formats_is_written_twice():
     )
     costs = CostModel(as_ir(branches), {"x": 1000, "a": 1000, "b": 1000})
     both = costs.cost({"a": "int8", "b": "int8"})
-    # b in float32: its read, its weight and its products cost more, and x is written in float32 too.
-    more = 3 * 1000 + 3 * 16 + 4 * 1000 * (1 / 64 - 1 / 256) + 4 * 1000
+    # b in float32: its read, its weight and its products cost more. x is written in float32 too, and read to be int8.
+    more = 3 * 1000 + 3 * 16 + 4 * 1000 * (1 / 64 - 1 / 256) + (4 + 4) * 1000
     assert costs.cost({"a": "int8"}) - both == pytest.approx(more)
+
+
+def test_a_layer_in_int8_beside_a_float_reader_of_its_value_costs_more_than_it_saves():
+    branches = model(
+        "g (float[n, 4] x) => (float[n, 4] y) { a = MatMul (x, w) y = Add (a, x) }", w=np.zeros((4, 4), np.float32)
+    )
+    costs = CostModel(as_ir(branches), {"x": 1000, "a": 1000})
+    saved = costs.cost({}) - costs.cost({"a": "int8"})
+    # Its read, weight and products get cheaper. But x is read once more in float32, and written in int8 as well.
+    assert saved == pytest.approx(3 * 1000 + 3 * 16 + 4 * 1000 * (1 / 64 - 1 / 256) - (4 + 1) * 1000)
+    assert saved < 0

@@ -262,6 +262,14 @@ def test_what_has_no_blocks_stays_float(name):
     }
 
 
+def test_with_weights_in_blocks_only_layers_with_a_weight_are_listed():
+    text = "g (float[n, 64] x) => (float[n, 32] y) { a = Sigmoid (x) h = MatMul (a, w) r = Relu (h) y = Add (r, r) }"
+    net = as_ir(model(text, w=f32(64, 32)))
+    # All computation is float there anyway; in int8 the operators without a rule are named.
+    assert place(net, Rules(format="int4")).kept == ()
+    assert [k.name for k in place(net, Rules(format="int8")).kept] == ["a"]
+
+
 def test_a_table_that_is_looked_up_too_keeps_its_float_numbers():
     text = (
         """g (int64[n] i, float[n, 64] x) => (float[n, 32] e, float[n, 32] y) { e = Gather (w, i) y = MatMul (x, w) }"""

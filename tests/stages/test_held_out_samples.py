@@ -203,3 +203,7 @@ def test_held_out_samples_with_outputs_of_zeros_judge_nothing(work):  # noqa: F8
 def test_the_words_of_a_gain():
     assert least_gain([20.0, None], [25.0, None]) == -float("inf")
     assert gain_text("the outputs", 20.0, 25.06).startswith("25.1 dB at the outputs with it, 20.0 dB without")
+    # What rounds to one figure has further digits, and equal figures are told as such.
+    assert gain_text("the outputs", 16.502, 16.51).startswith("16.510 dB at the outputs with it, 16.502 dB without")
+    same = "16.5 dB at the outputs with and without it, on held-out samples: no change"
+    assert gain_text("the outputs", 16.5, 16.5) == same

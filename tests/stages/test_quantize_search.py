@@ -164,6 +164,9 @@ def test_pipe_tune_prints_the_table_and_is_cached_the_second_time(tmp_path, monk
     # Evened out, the channel of 1000 loses one or two of the 200 samples; the budget allows none.
     assert re.search(r"equalize +kept .* accuracy 0\.99\d* .* with it, accuracy 0\.1\S+ .* without", states[0])
     assert 'repairs: [equalize], layers: {"MatMul_bad": "fp16"}}`' in states[0].replace("\n     ", " ")
+    # The note says what to do next, and nothing else does.
+    assert "to keep this choice for `pipe run all`, write in pipe.yaml" in states[0].replace("\n     ", " ")
+    assert "next:" not in states[0]
     document = json.loads(states[1])
     assert [s["state"] for s in document["stages"]] == ["cached"] * 3
     assert document["report"]["tables"]["search"][0]["layer"] == "MatMul_bad"
@@ -237,6 +240,27 @@ def test_a_search_makes_repairs_before_it_keeps_layers_float(searched):
     assert [row["repair"] for row in report.tables["repairs"]] == ["equalize"]
     note = next(n for n in report.notes if n.startswith("full evaluations"))
     assert "repairs: [equalize]" in note
+
+
+def test_no_assignment_is_evaluated_twice(searched, monkeypatch):
+    from layerline.parity import search_judge
+
+    tried = []
+
+    def judge(converted):
+        """Passes a model with four of the six layers in float, of which two are in half precision at most."""
+        kept = {item.name for item in converted.plan.kept}
+        nodes = sum(converted.halved.values())
+        tried.append((frozenset(kept), converted.halved.get("fp16", 0)))
+        passed = len(kept) >= 4 and nodes <= 2
+        return search_judge.Verdict(passed, float(not passed), "")
+
+    monkeypatch.setattr(search_judge, "judge", lambda *_: judge)
+    report, _ = searched(net=SIX, repairs=[])
+    assert report.passed
+    assert sorted(formats(report).values()) == ["fp16", "fp16", "fp32", "fp32", "int8", "int8"]
+    # All four in half precision fail, two hold; with the other two they are the four again, and are not evaluated.
+    assert [nodes for _, nodes in tried].count(4) == 1
 
 
 def test_what_stays_float_is_halved_one_by_one_where_all_of_it_in_half_precision_is_too_much(
@@ -382,5 +406,6 @@ def test_layers_that_add_far_too_much_error_are_not_evaluated_again(searched, mo
     monkeypatch.setattr(format_search, "FAR_BEYOND", float("inf"))
     each, _ = searched(**fields)
     assert formats(each) == formats(report)
-    # All in int8 and the four of the bisection; then the four layers in groups and alone, one of which was evaluated.
-    assert report.metrics["evaluations"] == 5 and each.metrics["evaluations"] == 10
+    # All in int8 and the three of a bisection that begins at the four layers that the effects predict; then these in
+    # groups and alone, one of which was evaluated.
+    assert report.metrics["evaluations"] == 4 and each.metrics["evaluations"] == 9

@@ -19,7 +19,10 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"nodes_before": 27, "nodes_after": 17}, ["27 -> 17 nodes"]),
     ({"rewrites": 3, "bytes_before": 119_000, "bytes_after": 42_123}, ["119 kB -> 42.1 kB file size", "rewrites 3"]),
     ({"initializer_bytes_before": 1600, "initializer_bytes_after": 3200}, ["1.6 kB -> 3.2 kB in initializers"]),
-    ({"bytes_before": 2_250_000, "bytes_after": 2_250_001, "fp16_nodes": 0}, ["2.25 MB file size", "fp16 nodes 0"]),
+    (
+        {"bytes_before": 2_250_000, "bytes_after": 2_250_001, "fp16_nodes": 0},
+        ["2.25 MB file size, as before", "fp16 nodes 0"],
+    ),
     ({"accuracy": 0.979, "accuracy_float": 0.98}, ["accuracy 0.979 (float 0.98)"]),
     ({"onnx_bytes": 5_000_000, "samples_s": 1000.0}, ["onnx 5 MB", "samples/s 1000"]),
     ({"nodes_before": 3, "loss": None}, ["nodes before 3"]),

@@ -95,6 +95,11 @@ def test_extra_columns_by_what_they_hold() -> None:
     assert view.rows == [("31.0", "25.00", ""), ("equal", "", "graph output")]
 
 
+def test_a_gain_without_a_bound_is_told_as_what_it_means() -> None:
+    view = free_table([{"gain_db": math.inf}, {"gain_db": 0.25}, {"gain_db": -0.01}])
+    assert [row[0] for row in view.rows] == ["exact", "+0.2", "+0.0"]
+
+
 def test_shares_are_per_cent() -> None:
     shares = {0.0: "0", 3e-11: "0", 1e-6: "0.0001", 0.00001: "0.001", 0.0001: "0.01", 0.0123: "1.23", 1.0: "100.00"}
     assert {share: percent(share) for share in shares} == shares and percent(None) == ""
