@@ -46,7 +46,7 @@ def listed(
         if not reason and first_output(node) not in quantized and node.op_type not in OPS:
             reason = _lacks_a_rule(node, fused, target, mode)
         # In blocks of weights all computation is float: only a weight that stays float is worth a line.
-        if FORMATS[mode].block and node.op_type not in WEIGHTED and not _reads_a_table(node):
+        if FORMATS[mode].block and node.op_type not in (*WEIGHTED, "Concat") and not _reads_a_table(node):
             reason = ""
         if reason:
             yield kept_float(node, reason)
