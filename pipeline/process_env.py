@@ -86,6 +86,10 @@ def own_process() -> None:
             encoding=sys.stdout.encoding, errors="replace", line_buffering=sys.stdout.line_buffering,
         )  # fmt: skip
     _PROCESS.output = sys.stdout
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr = _Open(
+            os.fdopen(os.dup(2), "wb"), encoding=sys.stderr.encoding, errors="replace", line_buffering=True
+        )
     for module in [sys.modules[name] for name in ("os", "posix", "nt") if name in sys.modules]:
         for name in ("_exit", "execv", "execve"):  # they end a process without running its exit handlers
             if hasattr(module, name):

@@ -35,6 +35,10 @@ DEATHS = {
         "import os\ndef model():\n    os.close(1)\n    raise ValueError('no')",
         "raised ValueError: no",
     ),
+    "closes standard error": (
+        "import sys\nsys.stderr.close()\ndef model(): raise ValueError('no')",
+        "raised ValueError: no",
+    ),
 }
 
 
