@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from layerline.backends.tensorrt.builder import TensorRT
 from layerline.backends.tensorrt.engine_session import EngineSession
 from layerline.backends.tensorrt.profiles import admitting
 from layerline.compare.channel_errors import ELEMENTWISE
+from layerline.compare.other_choices import Choices, choices
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.topk_indices import pointers, resolved
 from layerline.compare.value_pairs import sides_of_qdq
@@ -32,9 +33,13 @@ from layerline.graph.io.module_identity import modules
 from layerline.graph.quantization import convert
 from layerline.pipeline.errors import PipeError, StageError
 from layerline.pipeline.report import LayerDiff
+from layerline.pipeline.wording import quantity
 
 # Runtimes compute a product and the elementwise operator behind it in one kernel.
 _PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+
+
+_NO_CHOICES = Choices({}, {})
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,31 @@ class BackendDistances:
     types: Mapping[str, tuple[str, Shape]]  # element type and shape of these values in the ONNX file
     ran: int  # number of feeds run
     outside: int  # number of feeds whose sizes no profile of an engine admits
+    choices: Choices = _NO_CHOICES  # of the ONNX file
+    # By value: for each feed in which it followed another choice than ONNX Runtime's, the nodes that chose otherwise.
+    # Its distance leaves these feeds out.
+    left_out: Mapping[str, Sequence[set[str]]] = field(default_factory=dict)
+
+    def unseen(self, name: str) -> set[str]:
+        """The nodes whose choice a value follows, and that the session does not give."""
+        return self.choices.followed(name, self.choices.labels.keys() - self.distances.keys())
+
+    def row(self, record: LayerDiff) -> LayerDiff:
+        """The record with what was measured of its value; its tolerance stays only where something was."""
+        distance = self.distances[record.name]
+        left_out = self.left_out.get(record.name, ())
+        others = " and ".join(sorted(set().union(*left_out)))
+        if len(left_out) == self.ran:
+            extra = {**record.extra, "size": f"follows another choice of {others}"}
+            return replace(record, tolerance=None, extra=extra)
+        extra = {**record.extra, **distance.flags}
+        if left_out:
+            probes = f"{len(left_out)} of {quantity(self.ran, 'probe')} (left out)"
+            extra["size"] = f"follows another choice of {others} in {probes}"
+        unseen = " and ".join(sorted(self.unseen(record.name)))
+        if unseen and (distance.peak or distance.mismatch):
+            extra["size"] = f"may follow another choice of {unseen}, which the runtime does not give"
+        return replace(record, **distance.measures(), extra=extra)
 
 
 class BackendSession:
@@ -123,24 +153,24 @@ def compare_engine(
     whole = measure(model, engine, feeds)
     if not whole.ran:
         return tuple(records), ["The engine was built but not run here: no probe fits the sizes of its profiles."]
-    notes = [f"{whole.ran} probes were run."]
+    notes = [f"{quantity(whole.ran, 'probe was', 'probes were')} run."]
     inner = [r.name for r in records if r.name not in engine.outputs]
-    distances = dict(whole.distances)
+    parts = BackendDistances({}, {}, 0, 0)
     try:
         parts = measure(model, BackendSession(backend, model, inner), feeds)
     except StageError as error:
         # The engine that ships was measured; what a second one would say of inner values is extra.
         notes.append(f"Only the outputs were compared. With inner values: {error}")
     else:
-        # The outputs stay those of the engine that ships.
-        distances = {**parts.distances, **distances}
         notes.append("Inner values were measured on a second engine, which fuses less.")
     rows: list[LayerDiff] = []
     for record in records:
-        if record.name in distances:
-            record = replace(record, **distances[record.name].measures(), tolerance=None)
+        measured = _that_tells(record.name, whole, parts)
+        if measured is not None:
+            limit = None
             if record.name in engine.outputs:
-                record = replace(record, tolerance=tolerance)
+                limit = tolerance
+            record = measured.row(replace(record, tolerance=limit))
         rows.append(record)
     return tuple(rows), notes + _outside(whole)
 
@@ -170,16 +200,16 @@ def compare_on(
         raise StageError("no probe fits the sizes that the engine is built for", where=f"backend {backend.name}")
     inner = [name for name in ops if name not in session.outputs]
     parts, notes = _measure_inner(backend, model, inner, feeds, whole)
-    # Outputs as the session without taps gives them, as users get them.
-    distances = {**parts.distances, **whole.distances}
     types = {**parts.types, **whole.types}
     written = _written_types(onnx_model)
     random, module_paths = drawn(onnx_model), modules(onnx_model)
     rows: list[LayerDiff] = []
     # An output that no node computes, an input that is passed on, comes last.
-    sides = sides_of_qdq(onnx_model.graph, {*distances, *onnx_model.graph.initializers})
-    for name in dict.fromkeys([*ops, *distances]):
-        if name not in distances or name in sides:
+    measured_names = {**parts.distances, **whole.distances}.keys()
+    sides = sides_of_qdq(onnx_model.graph, {*measured_names, *onnx_model.graph.initializers})
+    for name in dict.fromkeys([*ops, *measured_names]):
+        measured = _that_tells(name, whole, parts)
+        if measured is None or name in sides:
             continue
         dtype, shape = types[name]
         dtype = written.get(name, dtype)
@@ -188,8 +218,20 @@ def compare_on(
         if name in random:
             rows.append(replace(row, extra={"nondeterministic": random[name]}))
         else:
-            rows.append(replace(row, **distances[name].measures(), extra=distances[name].flags))
+            rows.append(measured.row(row))
     return tuple(rows), notes + _outside(whole)
+
+
+def _that_tells(name: str, whole: BackendDistances, parts: BackendDistances) -> BackendDistances | None:
+    """The measurement that a value's row is from: for outputs that without taps, as users get them.
+
+    An output behind a TopK whose indices that session does not give is told by the session that gives them.
+    """
+    if name in parts.distances and (name not in whole.distances or (whole.unseen(name) and not parts.unseen(name))):
+        return parts
+    if name in whole.distances:
+        return whole
+    return None
 
 
 def _written_types(model: ir.Model) -> dict[str, str]:
@@ -206,16 +248,19 @@ def measure(model: Path, session: BackendSession, feeds: Sequence[Feed]) -> Back
     """Runs ONNX Runtime, on the file as it is written, and a session on every feed that fits.
 
     Of types that ONNX Runtime's CPU lacks (float4, bfloat16) or does not round to, it runs the emulation.
-    Indices (ArgMax, TopK) are measured on the values that they point at in the reference.
+    Indices (ArgMax, TopK) are measured on the values that they point at in the reference. What is computed from other
+    indices than the reference's is not measured.
     """
     onnx_model = onnx_files.read_model(model)
     # Only outputs of the session are measured, so no other index is looked at.
     indices = {name: pointer for name, pointer in pointers(onnx_model.graph).items() if name in session.outputs}
     data = [pointer.data for pointer in indices.values()]
+    chosen = choices(onnx_model.graph)
     runnable = convert.runnable(onnx_model)
     # As it is written, without optimisations: the graph is judged, not another runtime.
     reference = OnnxRuntime().open(runnable, list(dict.fromkeys([*session.outputs, *data])))
     total: dict[str, Distance] = {}
+    left_out: dict[str, list[set[str]]] = {}
     ran = 0
     for feed in feeds:
         if not session.admits(feed):
@@ -223,13 +268,20 @@ def measure(model: Path, session: BackendSession, feeds: Sequence[Feed]) -> Back
         ran += 1
         expected = {**feed, **reference.run(feed)}
         actual = session.run(feed)
+        other_choices = chosen.differing(expected, actual)
         for name in session.outputs:
-            if name in expected:
+            if name not in expected:
+                continue
+            total.setdefault(name, Distance())
+            followed = chosen.followed(name, other_choices)
+            if followed:
+                left_out.setdefault(name, []).append(followed)
+            else:
                 sides: Sequence[Any] = (expected[name], actual[name])
                 if name in indices and np.shape(sides[0]) == np.shape(sides[1]):
                     sides = resolved(indices[name], expected, sides)
-                total[name] = total.get(name, Distance()) + diff_arrays(*sides)
-    return BackendDistances(total, types_of(reference), ran, len(feeds) - ran)
+                total[name] += diff_arrays(*sides)
+    return BackendDistances(total, types_of(reference), ran, len(feeds) - ran, chosen, left_out)
 
 
 def _measure_inner(
@@ -269,6 +321,8 @@ def _is_disturbed(whole: BackendDistances, tapped: BackendDistances) -> bool:
     """Whether the outputs of a session with taps are further from those without than other roundings take them."""
     for name, before in whole.distances.items():
         after = tapped.distances.get(name, before)
+        if whole.unseen(name):
+            continue  # perhaps the two sessions only choose other elements of equal size
         # Other roundings move an output by about as much again; a wrong kernel moves it by its own size.
         if after.one_sided > before.one_sided or after.rel_l2 > max(4 * before.rel_l2, 0.1):
             return True
@@ -290,4 +344,4 @@ def _fused_away(model: Path) -> set[str]:
 def _outside(whole: BackendDistances) -> list[str]:
     if not whole.outside:
         return []
-    return [f"{whole.outside} probes lie outside of every profile and were not run."]
+    return [f"{quantity(whole.outside, 'probe lies', 'probes lie')} outside of every profile, and did not run."]

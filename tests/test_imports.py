@@ -41,7 +41,8 @@ KNOWS = {
 # The rooms of a package, from the lowest one: each imports only what stands before it. Files beside the rooms come
 # first, so that they import no room.
 ROOMS = {
-    "pipeline": ("errors", "nearest", "reasons", "untrusted", "outline", "folders", "files", "hashing", "process_env",
+    "pipeline": ("errors", "nearest", "reasons", "untrusted", "wording", "outline", "folders", "files", "hashing",
+                 "process_env",
                  "report", "task", "inspection", "stage", "stage_table",
                  "inputs", "keys", "config", "init", "records", "run", "commands", "diagnosis"),
     "training": ("randomness", "config", "model", "optimizers", "data", "loop", "diagnostics", "distributed", "state",

@@ -146,6 +146,88 @@ def test_indices_are_measured_on_what_they_point_at(tmp_path) -> None:
     assert compared(tmp_path, far, proto, [feed])[0]["i"].max_abs == pytest.approx(1.0001)
 
 
+def chooser(indices="i", ordered=1):
+    nodes = [
+        node("Relu", ["x"], ["r"]),
+        node("TopK", ["r", "k"], ["v", "i"], axis=1, sorted=ordered, name="best"),
+        node("GatherElements", ["e", "i"], ["g"], axis=1),
+        node("Neg", ["g"], ["y"]),
+        node("Neg", ["v"], ["z"]),
+    ]
+    outputs = [("y", F, ["n", 2]), ("z", F, ["n", 2])]
+    if indices:
+        outputs.append(("i", I64, ["n", 2]))
+    return model(nodes, [("x", F, ["n", 3]), ("e", F, ["n", 3])], outputs, {"k": np.array([2])})
+
+
+TIED = {"x": np.array([[1, 1, 0]], np.float32), "e": np.array([[5, -7, 9]], np.float32)}
+CLEAR = {"x": np.array([[2, 1, 0]], np.float32), "e": np.array([[5, -7, 9]], np.float32)}
+
+
+def swapping(arrays, taps):
+    """The other order of two equal elements, and what is computed from it."""
+    if float(arrays["z"][0, 0]) != float(arrays["z"][0, 1]):
+        return arrays
+    return {name: a[:, ::-1] if name in ("i", "g", "y") else a for name, a in arrays.items()}
+
+
+@pytest.mark.parametrize("indices", ["i", ""], ids=["indices are an output", "indices are an inner value"])
+def test_values_behind_another_choice_of_equal_elements_are_no_error(tmp_path, indices) -> None:
+    rows, _ = compared(tmp_path, Own(swapping), chooser(indices), [TIED])
+    for name in ("g", "y"):
+        assert rows[name].extra == {"size": "follows another choice of TopK best"} and rows[name].rel_l2 is None
+    assert rows["i"].max_abs == rows["v"].max_abs == rows["z"].max_abs == 0
+
+
+def test_probes_without_another_choice_are_measured(tmp_path) -> None:
+    def wrong(arrays, taps):
+        return scaled("y", 2)(swapping(arrays, taps), taps)
+
+    rows, _ = compared(tmp_path, Own(wrong), chooser(), [TIED, CLEAR])
+    assert rows["y"].rel_l2 == pytest.approx(1) and rows["y"].max_abs == 7
+    assert rows["y"].extra["size"] == "follows another choice of TopK best in 1 of 2 probes (left out)"
+    rows, _ = compared(tmp_path, Own(wrong), chooser(), [CLEAR])
+    assert rows["y"].rel_l2 == pytest.approx(1) and not rows["y"].extra
+
+
+def test_a_choice_that_a_backend_does_not_give_is_named(tmp_path) -> None:
+    rows, _ = compared(tmp_path, Own(swapping, gives=lambda name: name != "i"), chooser(""), [TIED])
+    assert rows["y"].extra["size"] == "may follow another choice of TopK best, which the runtime does not give"
+    assert rows["y"].max_abs == 12 and not rows["z"].extra
+
+
+def test_a_wrong_choice_shows_at_its_indices(tmp_path) -> None:
+    def wrong(arrays, taps):
+        return {n: np.array([[2, 1]]) if n == "i" else a for n, a in arrays.items()}
+
+    rows, _ = compared(tmp_path, Own(wrong), chooser(), [CLEAR])
+    # Index 2 points at 0 where the largest element is 2.
+    assert rows["i"].max_abs == 2 and "follows" in str(rows["y"].extra["size"])
+
+
+def test_values_of_a_topk_in_no_order_follow_its_choice(tmp_path) -> None:
+    def turned(arrays, taps):
+        return {name: a[:, ::-1] if name != "r" else a for name, a in arrays.items()}
+
+    rows, _ = compared(tmp_path, Own(turned), chooser(ordered=0), [CLEAR])
+    assert rows["i"].max_abs == 0 and {"size"} == rows["v"].extra.keys() == rows["z"].extra.keys()
+
+
+def test_other_boxes_of_a_suppression_are_no_error(tmp_path) -> None:
+    nodes = [
+        node("NonMaxSuppression", ["b", "s", "k", "t"], ["i"], name="nms"),
+        node("Gather", ["i", "two"], ["y"], axis=1),
+    ]
+    constants = {"k": np.array([2]), "t": np.array([0.5], np.float32), "two": np.array(2)}
+    proto = model(nodes, [("b", F, [1, 3, 4]), ("s", F, [1, 1, 3])], [("y", I64, ["m"])], constants)
+    boxes = np.array([[[0, 0, 1, 1], [0, 0, 1, 1], [5, 5, 6, 6]]], np.float32)
+    feed = {"b": boxes, "s": np.array([[[0.9, 0.9, 0.5]]], np.float32)}
+    other = Own(lambda arrays, taps: {"y": np.array([1]), "i": np.array([[0, 0, 1]])})
+    rows, _ = compared(tmp_path, other, proto, [feed])
+    text = "follows another choice of NonMaxSuppression nms"
+    assert rows["i"].extra["size"] == rows["y"].extra["size"] == text and rows["y"].rel_l2 is None
+
+
 def test_random_values_are_not_measured(tmp_path) -> None:
     proto = model([node("RandomNormalLike", ["x"], ["y"])], [("x", F, [2])], [("y", F, [2])])
     rows, _ = compared(tmp_path, Own(), proto, [{"x": np.ones(2, np.float32)}])
