@@ -16,6 +16,7 @@ from layerline.pipeline.inputs.batches import form, leaves, mapped
 from layerline.pipeline.inputs.metric import accuracy, joined, score
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.outline import outlined
+from layerline.pipeline.wording import quantity
 
 # Samples that the metric is tried on. Where it raises on FEW, as one over pairs or classes may, MORE are tried.
 FEW, MORE = 2, 64
@@ -77,7 +78,7 @@ def check_metric(look: Inspection, inputs: Sequence[Input], run: Predict, max_dr
 def _of_all(count: int | None) -> str:
     if count is None:
         return ""
-    return f" of {count} samples"
+    return f" of {quantity(count, 'sample')}"
 
 
 def _try_metric(
@@ -123,8 +124,9 @@ def _try_metric(
         )
     with look.item("quantize.max_drop"):
         by_metric(max_drop, scores)
-    figures = ", ".join(f"{name} {value:.4g}" for name, value in scores.items()) or "no figure"
-    look.ok("metric()", f"{figures} on outputs {outlined(outputs)}")
+    # Without their values: the weights may be untrained, and a few samples tell nothing.
+    figures = ", ".join(scores) or "no figure"
+    look.ok("metric()", f"gives {figures} on outputs {outlined(outputs)}")
 
 
 def _predicted(look: Inspection, source: Any, inputs: Sequence[Input], run: Predict, limit: int) -> tuple[Any, Any]:

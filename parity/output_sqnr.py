@@ -17,6 +17,7 @@ from layerline.export.signature import Signature
 from layerline.graph.analysis.counted_values import counted
 from layerline.graph.analysis.ir_queries import names, stored_tensor
 from layerline.graph.quantization.calibration_data import CalibrationData
+from layerline.pipeline import wording
 from layerline.pipeline.report import WARNING, Gate, Scalar, decibels
 
 # An output below this is worth a warning: its error is more than a tenth of its size.
@@ -90,9 +91,10 @@ def outputs(reference: ir.Model, measured: ir.Model, feeds: Sequence[Feed]) -> d
         # -inf otherwise: the reference is 0, and no ratio says how far off a result is.
         db = -math.inf if lost else record.sqnr_db
         if db is not None and (lost or db != -math.inf):
-            differing = ""
+            differing = str(record.extra.get("mismatch", ""))
             if record.one_sided:
-                differing = f"{record.one_sided} elements are NaN or Inf in one of the two models alone"
+                elements = wording.quantity(record.one_sided, "element is", "elements are")
+                differing = f"{elements} NaN or Inf in one of the two models alone"
             distances[record.name] = Output(db, 0.0 if record.cosine is None else record.cosine, differing)
     if by_equality:
         distances |= _by_equality(reference, measured, feeds, by_equality)
@@ -163,7 +165,9 @@ def gates(distances: Outputs, bounds: Bounds) -> tuple[Gate, ...]:
     )
     db = output.sqnr_db
     passed = db >= bounds.min_db
-    actual = f"{name} has {db:.1f} dB"
+    actual = f"{name} has {wording.in_db(db)}"
+    if db == math.inf:
+        actual = f"{name} is equal"
     if output.differing:
         actual += f": {output.differing}"
     result = [Gate("output SQNR", passed, actual, f"at least {bounds.min_db:g} dB", "" if passed else hint)]
@@ -184,6 +188,8 @@ def warning(distances: Outputs) -> tuple[str, ...]:
     name, db = worst[0], worst[1].sqnr_db
     if worst[1].differing:
         return (f"{WARNING}: output {name} has {db:.1f} dB: {worst[1].differing}",)
+    if db == -math.inf:
+        return (f"{WARNING}: output {name} has {wording.in_db(db)}",)
     # SQNR is of powers; the share is of amplitudes.
     share = 100 * 10 ** (-db / 20)
     return (f"{WARNING}: output {name} has {db:.1f} dB: its error is {share:.0f} % of its size",)

@@ -12,7 +12,7 @@ from layerline.pipeline.commands.lookup import Beside
 from layerline.pipeline.diagnosis.why import TABLES, Trial
 from layerline.pipeline.report import Order, Report, Scalar
 from layerline.views.exit_codes import say
-from layerline.views.formatting import amount, count, heading
+from layerline.views.formatting import amount, heading
 from layerline.views.screen import cleaned, dim, hanging, words
 from layerline.views.tables import Column, TableView, free_table, records_table
 from layerline.views.terminal import table
@@ -51,7 +51,7 @@ def diff(out: Console, report: Report, top: int, order: Order, beside: Beside | 
     if report.records:
         hidden = table(out, records_table(report.records, order, earlier, top))
         if hidden:
-            dim(out, f"{count(hidden, 'column')} hidden; widen the terminal or use --json")
+            dim(out, f"hidden: {', '.join(hidden)}; widen the terminal or use --json")
     if len(report.records) > top:
         dim(out, f"{top} of {len(report.records)} values, {ORDERS[order]}; --top N shows more")
     findings(out, report, beside.report if beside else None)

@@ -33,8 +33,9 @@ from layerline.pipeline.run.outcome import Outcome, Result
 from layerline.pipeline.run.plan import Step, shown
 from layerline.pipeline.stage import Stage
 from layerline.pipeline.untrusted import printable
+from layerline.pipeline.wording import quantity
 from layerline.views import formatting, lines
-from layerline.views.formatting import count, heading, outcome
+from layerline.views.formatting import heading, outcome
 from layerline.views.screen import console, hanging, words
 from layerline.views.tables import PAGE_ONLY, Column, TableView, filled
 
@@ -145,8 +146,8 @@ def _next_command(done: Outcome, sets: Sequence[str]) -> str:
     return "pipe report"
 
 
-def table(out: Console, view: TableView) -> int:
-    """Prints a table, and returns how many columns a narrow terminal has no room for.
+def table(out: Console, view: TableView) -> list[str]:
+    """Prints a table, and returns the columns that a narrow terminal has no room for.
 
     The least important columns are dropped until a row fits. Where the others still don't, their texts are wrapped.
     """
@@ -155,14 +156,15 @@ def table(out: Console, view: TableView) -> int:
     widths = [cell_len(column.label) + _GAP for column in view.columns]
     for row in view.rows:
         widths = [max(width, cell_len(cell) + _GAP) for width, cell in zip(widths, row, strict=True)]
-    hidden = 0
+    hidden: list[str] = []
     # The last column needs no gap behind it.
     while sum(widths[i] for i in indexes) > out.width + _GAP:
         droppable = [i for i in indexes if view.columns[i].drop is not None]
         if not droppable:
             break
-        indexes.remove(min(droppable, key=lambda i: view.columns[i].drop or 0))
-        hidden += 1
+        least = min(droppable, key=lambda i: view.columns[i].drop or 0)
+        indexes.remove(least)
+        hidden.append(view.columns[least].label)
     drawn = Table(box=None, pad_edge=False, header_style="dim")
     for i in indexes:
         column = view.columns[i]
@@ -208,7 +210,7 @@ def check(out: Console, done: Checked) -> None:
     rows = [[f.item, f.state, located(f.where, f.seen), f.hint] for f in done.findings]
     table(out, TableView("", columns, rows))
     states = [row[1] for row in rows]
-    counts = [count(states.count(state), state) for state in ("error", "warning") if state in states]
+    counts = [quantity(states.count(state), state) for state in ("error", "warning") if state in states]
     out.print(Text(", ".join(counts) or "nothing is wrong"), soft_wrap=True)
 
 

@@ -40,7 +40,7 @@ def lacking(capabilities: Sequence[str], dtype: str) -> str:
     if not without:
         return ""
     major, minor = CAPABILITIES[name]
-    return f"compute capability {', '.join(without)} has no {dtype}: {major}.{minor} is the first that has it"
+    return f"compute capability {', '.join(without)} has no {name}: {major}.{minor} is the first that has it"
 
 
 _RECURRENT = "it sums over time in float, with no Q/DQ inside"

@@ -24,7 +24,7 @@ def test_fp8_is_refused_for_a_device_that_lacks_it_and_built_for_one_that_has_it
     with pytest.raises(StageError) as caught:
         run(proto, targets=("8.9", "8.6"))
     assert "tensor w" in caught.value.where
-    assert "compute capability 8.6 has no float8e4m3fn: 8.9 is the first that has it" in caught.value.what
+    assert "compute capability 8.6 has no fp8: 8.9 is the first that has it" in caught.value.what
     report, out = run(proto, targets=("8.9",))
     assert report.passed and (out / PLAN).stat().st_size
 
@@ -39,10 +39,10 @@ def test_a_format_that_a_target_lacks_is_told_by_the_check(tmp_path: Path) -> No
     stages = "import-onnx: {file: m.onnx}\nengine: {targets: ['8.6']}\n"
     (tmp_path / "pipe.yaml").write_text(f"{stages}quantize: {{mode: fp8}}\n")
     told = [(f.item, f.seen) for f in looked_at(tmp_path).findings if f.state == "error"]
-    assert told == [("engine.targets", "compute capability 8.6 has no float8e4m3fn: 8.9 is the first that has it")]
+    assert told == [("engine.targets", "compute capability 8.6 has no fp8: 8.9 is the first that has it")]
     stages = stages.replace("8.6", "8.9")
     (tmp_path / "pipe.yaml").write_text(f"{stages}quantize: {{layers: {{y: nvfp4}}}}\n")
     told = [(f.item, f.seen) for f in looked_at(tmp_path).findings if f.state == "error"]
-    assert told == [("engine.targets", "compute capability 8.9 has no float4e2m1: 10.0 is the first that has it")]
+    assert told == [("engine.targets", "compute capability 8.9 has no nvfp4: 10.0 is the first that has it")]
     (tmp_path / "pipe.yaml").write_text(f"{stages}quantize: {{mode: fp8}}\n")
     assert [f for f in looked_at(tmp_path).findings if f.state == "error"] == []
