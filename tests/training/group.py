@@ -14,12 +14,25 @@ from typing import Any
 
 import torch
 import torch._dynamo  # what making the first optimizer imports
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # torch is imported once, in a process without threads, and every rank is a fork of that.
 _CONTEXT.set_forkserver_preload(
     ["tests.training.group", "layerline.training.distributed.sharding", "layerline.training.setup.model_optimizer"]
 )
+
+
+def split(model: nn.Module) -> nn.Module:
+    """The model, split over the ranks by torch's `fully_shard` as a user does it: its children, then the rest."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    for unit in (*model.children(), model):
+        if any(True for _ in unit.parameters()):
+            fully_shard(unit)
+    return model
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,22 @@ def test_everything_is_off_until_asked() -> None:
     config = aliases.load({})
     assert config.clip.max_norm is None and not config.ema.on and config.accumulate.steps == 1
     assert config.precision.amp == "fp32" and config.scheduler.name == "constant"
-    assert not config.memory.checkpointing and config.distributed.shard == "none"
+    assert not config.memory.checkpointing and config.distributed.backend is None
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"distributed": {"shard": "zero3"}},
+        {"distributed": {"zero_stage": 2}},
+        {"zero_optimization": {"stage": 1}},
+        {"gpu": {"fsdp": True}},
+        {"training": {"sharded_ddp": True}},
+    ],
+)
+def test_names_that_ask_for_a_split_model_are_answered_by_fully_shard(written: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="call torch's fully_shard on the model"):
+        aliases.load(written)
 
 
 @pytest.mark.parametrize("off", [0, None, "0", 0.0])
@@ -263,7 +278,6 @@ def test_checking_a_configuration_imports_no_torch() -> None:
         ({"precision": {"loss_scale": "Dynamic"}}, "precision", "loss_scale", "dynamic"),
         ({"nonfinite": {"policy": "Skip"}}, "nonfinite", "policy", "skip"),
         ({"distributed": {"backend": "GLOO"}}, "distributed", "backend", "gloo"),
-        ({"distributed": {"shard": "ZeRO3"}}, "distributed", "shard", "zero3"),
         ({"preset": "Vision"}, "optimizer", "name", "sgd"),
     ],
 )

@@ -24,7 +24,7 @@ from layerline.training.model.split_tensors import whole
 from layerline.training.setup import capabilities
 from layerline.training.state import safetensors_io
 from layerline.training.state.checkpoint import load_weights
-from tests.training.group import Died, good
+from tests.training.group import Died, good, split
 from tests.training.group import ranks as run
 from tests.training.zeros import share_of_zeros
 
@@ -43,11 +43,13 @@ def _data(samples: int = 24) -> tuple[Tensor, Tensor]:
 
 
 def _train(rank: int, size: int, config: dict[str, Any], *, wrapped: bool = True, seed: int = 0, half: bool = False,
-           batch: int = 4) -> tuple[ModelOptimizer, nn.Module]:  # fmt: skip
+           batch: int = 4, shard: bool = False) -> tuple[ModelOptimizer, nn.Module]:  # fmt: skip
     """One pass over the data in batches, of which each rank has every size-th sample."""
-    model = _model(seed)
+    model: nn.Module = _model(seed)
     if half:
         model.half()
+    if shard:
+        model = split(model)
     mo = ModelOptimizer(model, config)
     called = mo.model if wrapped else model
     for x, y in zip(*(d.split(batch) for d in _data()), strict=True):
@@ -111,8 +113,8 @@ def test_two_ranks_equal_one_process_with_the_whole_batch(way: int, both: Any) -
 
 
 def _sharded(rank: int, config: dict[str, Any], path: str) -> dict[str, Any]:
-    mo, model = _train(rank, 2, config, seed=rank)
-    split = [p.to_local().numel() for p in model.parameters()]  # type: ignore[operator]
+    mo, model = _train(rank, 2, config, shard=True)
+    parts = [p.to_local().numel() for p in model.parameters()]  # type: ignore[operator]
     gap = mo.validate(lambda m: float(m(_data()[0]).sum()))
     mo.save_ckpt(Path(path) / "ckpt.safetensors")
     before = _weights(mo)
@@ -126,27 +128,20 @@ def _sharded(rank: int, config: dict[str, Any], path: str) -> dict[str, Any]:
     mo.apply_mask({"0.weight": torch.eye(7, 5)})
     mo.step((model(_data()[0][rank::2]) - 1).square().sum(), weight=12)
     masked = _weights(mo)["0.weight"]
-    return {"weights": before, "norm": mo.grad_norm, "split": split, "gap": gap, "masked": masked}
-
-
-def _both_shards(rank: int, path: str) -> list[dict[str, Any]]:
-    config = {"training": {"accumulate_steps": 2, "ema_decay": 0.5, "grad_clip_norm": 1.0}}
-    return [_sharded(rank, {**config, "distributed": {**GLOO, "shard": s}}, path) for s in ("zero2", "zero3")]
+    return {"weights": before, "norm": mo.grad_norm, "parts": parts, "gap": gap, "masked": masked}
 
 
 def test_sharded_ranks_equal_one_process_and_split_the_weights(tmp_path: Path) -> None:
     config = {"training": {"accumulate_steps": 2, "ema_decay": 0.5, "grad_clip_norm": 1.0}}
     mo, model = _train(0, 1, config)
     gap = mo.validate(lambda m: float(m(_data()[0]).sum()))
-    results = good(run(_both_shards, str(tmp_path)))
+    results = good(run(_sharded, {**config, "distributed": GLOO}, str(tmp_path)))
     sizes = [p.numel() for p in model.parameters()]
-    for zero2, zero3 in zip(*results, strict=True):
-        assert [a + b for a, b in zip(zero2["split"], zero3["split"], strict=True)] == sizes
+    assert [sum(parts) for parts in zip(*(rank["parts"] for rank in results), strict=True)] == sizes
     for rank in results:
-        for seen in rank:
-            assert all(abs(seen["weights"][n] - t).max() <= 2e-6 for n, t in _weights(mo).items())
-            assert seen["gap"] == pytest.approx(gap, rel=1e-4) and gap["gap"] != 0
-            assert not seen["masked"][torch.eye(7, 5) == 0].any() and seen["masked"].any()
+        assert all(abs(rank["weights"][n] - t).max() <= 2e-6 for n, t in _weights(mo).items())
+        assert rank["gap"] == pytest.approx(gap, rel=1e-4) and gap["gap"] != 0
+        assert not rank["masked"][torch.eye(7, 5) == 0].any() and rank["masked"].any()
 
 
 def test_a_checkpoint_is_the_same_whoever_wrote_it(tmp_path: Path) -> None:
@@ -158,7 +153,7 @@ def test_a_checkpoint_is_the_same_whoever_wrote_it(tmp_path: Path) -> None:
 
     checkpoint.save(mo, files["one"], timings=False)
     good(run(_write, config, str(tmp_path)))
-    files |= {n: tmp_path / f"{n}.safetensors" for n in ("ddp", "zero3")}
+    files |= {n: tmp_path / f"{n}.safetensors" for n in ("ddp", "split")}
     one, meta = safetensors_io.load(files["one"])
     for name, path in files.items():
         tensors, other = safetensors_io.load(path)
@@ -169,26 +164,29 @@ def test_a_checkpoint_is_the_same_whoever_wrote_it(tmp_path: Path) -> None:
         for key, tensor in tensors.items():
             if tensor.is_floating_point():
                 assert torch.allclose(tensor, one[key], atol=3e-6), (name, key)
-    mo.load_ckpt(files["zero3"])
+    mo.load_ckpt(files["split"])
     mo.load_ckpt(files["ddp"])
 
 
 def _write(rank: int, config: dict[str, Any], path: str) -> None:
     from layerline.training.state import checkpoint
 
-    for name, shard in (("ddp", "none"), ("zero3", "zero3")):
-        mo, _ = _train(rank, 2, {**config, "distributed": {**GLOO, "shard": shard}})
+    for name in ("ddp", "split"):
+        mo, _ = _train(rank, 2, {**config, "distributed": GLOO}, shard=name == "split")
         checkpoint.save(mo, Path(path) / f"{name}.safetensors", timings=False)
         mo.load_ckpt(Path(path) / "one.safetensors")
 
 
-def _resume(rank: int, path: str, size: int, options: dict[str, Any]) -> dict[str, Any]:
+def _resume(rank: int, path: str, size: int, shard: bool) -> dict[str, Any]:
     """Six steps with dropout, saved after three; and three more from the file."""
     out = {}
     for name, steps, load in (("straight", 6, False), ("half", 3, False), ("resumed", 3, True)):
+        torch.manual_seed(100)
+        model: nn.Module = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.5), nn.BatchNorm1d(7), nn.Linear(7, 3))
+        if shard:
+            model = split(model)
         torch.manual_seed(100 + rank)
-        model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.5), nn.BatchNorm1d(7), nn.Linear(7, 3))
-        mo = ModelOptimizer(model, {"distributed": {**GLOO, **options}, "training": {"ema_decay": 0.9}})
+        mo = ModelOptimizer(model, {"distributed": GLOO, "training": {"ema_decay": 0.9}})
         if load:
             torch.manual_seed(7)
             mo.load_ckpt(Path(path))
@@ -203,18 +201,18 @@ def _resume(rank: int, path: str, size: int, options: dict[str, Any]) -> dict[st
 
 
 @pytest.mark.parametrize(
-    ("size", "options"),
+    ("size", "shard"),
     [
-        (2, {}),
-        (2, {"shard": "zero3"}),
-        pytest.param(3, {}, marks=pytest.mark.slow),
-        pytest.param(3, {"shard": "zero2"}, marks=pytest.mark.slow),
+        (2, False),
+        (2, True),
+        pytest.param(3, False, marks=pytest.mark.slow),
+        pytest.param(3, True, marks=pytest.mark.slow),
     ],
 )
 def test_resuming_with_as_many_ranks_is_bit_exact_with_each_ranks_own_draws(
-    size: int, options: dict[str, Any], tmp_path: Path
+    size: int, shard: bool, tmp_path: Path
 ) -> None:
-    every = good(run(_resume, str(tmp_path), size, options, size=size))
+    every = good(run(_resume, str(tmp_path), size, shard, size=size))
     assert len({rank["straight"]["draw"] for rank in every}) == size
     for rank in every:
         for name, value in rank["straight"].items():
@@ -508,12 +506,12 @@ def _unequal(rank: int) -> list[str]:
     other = ModelOptimizer(model, {"distributed": GLOO})
     model.late = nn.Linear(4, 2) if rank else nn.Linear(4, 2, bias=False)
     sharded = _Grows()
-    split = ModelOptimizer(sharded, {"distributed": {**GLOO, "shard": "zero2"}})
+    parts = ModelOptimizer(split(sharded), {"distributed": GLOO})
     sharded.grow(1)
     attempts: list[Callable[[], Any]] = [
         lambda: ModelOptimizer(DistributedDataParallel(_Drops(), static_graph=True), {"accumulate": {"steps": 2}}),
         lambda: mo.apply_mask({"first.weight": torch.eye(4) if rank else 1 - torch.eye(4)}),
-        split.join,
+        parts.join,
         other.join,
     ]
     for attempt in attempts:
@@ -528,7 +526,7 @@ def test_what_ranks_refuse_of_one_another() -> None:
     for static, masks, shards, joins in good(run(_unequal)):
         assert static.startswith("model: the model's DistributedDataParallel has static_graph")
         assert "rank 1 has other masks than rank 0" in masks
-        assert "late.weight: a parameter cannot join a model that is sharded already" in shards
+        assert "late.weight: a parameter cannot join a model that is split already" in shards
         assert "rank 0 has nothing more, rank 1 has parameter late.bias: float32 (2,)" in joins
 
 
@@ -629,7 +627,7 @@ def _told(rank: int, made: Callable[[str], tuple[nn.Module, dict[str, Any]]], wh
     """What each attempt to make an optimizer said; on rank 0 the first argument's plain model."""
     said = []
     for name in what:
-        model, config = made(name if rank == 1 or made is _refusable else "")
+        model, config = made(name if rank == 1 else "")
         with pytest.raises((StageError, ConfigError)) as error:
             ModelOptimizer(model, config)
         said.append(f"{type(error.value).__name__}: {error.value}")
@@ -710,7 +708,7 @@ def test_nothing_is_joined_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     mo = ModelOptimizer(_model(), {})
     assert mo.ranks is None and mo.model is mo.lanes[""].model
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert ModelOptimizer(_model(), {"distributed": {"backend": "gloo", "shard": "zero3"}}).ranks is None
+    assert ModelOptimizer(_model(), {"distributed": {"backend": "gloo"}}).ranks is None
 
 
 @pytest.mark.parametrize(("rank", "size"), [("a", "2"), ("2", "2"), ("-1", "2"), ("0", "x"), ("²", "2")])
@@ -734,30 +732,57 @@ def test_numbers_of_a_launcher_that_make_no_sense(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("config", "models", "custom", "message"),
+    ("config", "models", "message"),
     [
-        ({}, ["plain", "plain"], False, "several models"),
-        ({}, ["plain"], True, "custom optimizer"),
-        ({}, ["half"], False, "float32 masters are not sharded"),
-        ({"nonfinite": {"triage": True}}, ["plain"], False, "triage replays a step on one rank"),
+        ({}, ["plain", "plain"], "several models"),
+        ({}, ["half"], "float32 masters are not split"),
+        ({"nonfinite": {"triage": True}}, ["plain"], "triage replays a step on one rank"),
+        ({"optimizer": {"name": "adafactor"}}, ["plain"], "need whole matrices"),
+        ({"optimizer": {"groups": [{"match": "*", "name": "muon"}]}}, ["plain"], "makes whole matrices orthogonal"),
     ],
 )
-def test_what_sharding_does_not_go_with(config: dict[str, Any], models: list[str], custom: bool, message: str) -> None:
-    made = [_model().half() if m == "half" else _model() for m in models]
-    full = Config.model_validate({**config, "distributed": {"shard": "zero2"}})
+def test_what_a_split_model_does_not_go_with(config: dict[str, Any], models: list[str], message: str) -> None:
+    made: list[nn.Module] = [_model().half() if m == "half" else _model() for m in models]
     with pytest.raises(ConfigError, match=message):
-        capabilities.enlist(made, full, custom=custom)
+        capabilities._check_split(made, Config.model_validate(config), custom=False)
 
 
-def _refusable(what: str) -> tuple[nn.Module, dict[str, Any]]:
-    return _model(), {"optimizer": {"name": what}, "distributed": {**GLOO, "shard": "zero3"}}
+def _partial_state(rank: int) -> tuple[str, str]:
+    """What is said of torch's ZeroRedundancyOptimizer, and of split models whose configurations differ."""
+    import torch.distributed as dist
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    dist.init_process_group("gloo")
+    model = _model()
+    own = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    with pytest.raises(ConfigError) as partial:
+        ModelOptimizer(model, {"distributed": GLOO}, optimizer=own)
+    with pytest.raises(StageError) as differs:
+        ModelOptimizer(split(_model()), {"distributed": GLOO, "optimizer": {"lr": 0.1 * (rank + 1)}})
+    return str(partial.value), str(differs.value)
 
 
-def test_what_sharded_ranks_refuse() -> None:
-    messages = {"adafactor": "need whole matrices"}
-    for said in good(run(_told, _refusable, list(messages))):
-        for text, message in zip(said, messages.values(), strict=True):
-            assert text.startswith("ConfigError") and message in text
+def test_state_in_parts_and_split_models_that_differ_are_refused() -> None:
+    for partial, differs in good(run(_partial_state)):
+        assert "ZeroRedundancyOptimizer holds a part of the state on each rank" in partial and "fully_shard" in partial
+        assert "rank 0 has config optimizer.lr: 0.1, rank 1 has config optimizer.lr: 0.2" in differs
+
+
+def _with_an_optimizer_of_its_own(rank: int) -> dict[str, Any]:
+    model = split(_model())
+    mo = ModelOptimizer(model, {"distributed": GLOO}, optimizer=torch.optim.Adam(model.parameters(), lr=0.01))
+    for x, y in zip(*(d.split(4) for d in _data()), strict=True):
+        mo.step((model(x[rank::2]) - y[rank::2]).square().sum(), weight=2)
+    return _weights(mo)
+
+
+def test_a_split_model_with_an_optimizer_of_the_users() -> None:
+    model = _model()
+    mo = ModelOptimizer(model, {}, optimizer=torch.optim.Adam(model.parameters(), lr=0.01))
+    for x, y in zip(*(d.split(4) for d in _data()), strict=True):
+        mo.step((model(x) - y).square().sum(), weight=4)
+    for weights in good(run(_with_an_optimizer_of_its_own)):
+        assert all(abs(weights[n] - t).max() <= 2e-6 for n, t in _weights(mo).items())
 
 
 def _own_wrapper(rank: int) -> tuple[dict[str, Any], bool, str]:
@@ -788,10 +813,10 @@ def test_a_wrapper_of_the_users_is_used_as_it_is() -> None:
     assert first[1] and "each trains alone" in first[2] and "has a communication hook of its own" in first[2]
 
 
-def _spoilt_when_split(rank: int, shard: str) -> str:
+def _spoilt_when_split(rank: int) -> str:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1, bias=False))  # a rank has no part of the second
-    mo = ModelOptimizer(model, {"optimizer": {"name": "sgd", "lr": 3e38}, "distributed": {**GLOO, "shard": shard}})
+    model = split(nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1, bias=False)))  # a rank has no part of the second
+    mo = ModelOptimizer(model, {"optimizer": {"name": "sgd", "lr": 3e38}, "distributed": GLOO})
     mo.step(mo.model(torch.full((4, 3), 10.0)).sum())
     try:
         mo.step(mo.model(torch.ones(4, 3)).sum())
@@ -800,15 +825,18 @@ def _spoilt_when_split(rank: int, shard: str) -> str:
     return "no rank noticed"
 
 
-@pytest.mark.parametrize("shard", ["zero2", "zero3"])
-def test_split_weights_that_an_update_spoilt_end_every_rank(shard: str) -> None:
-    for text in good(run(_spoilt_when_split, shard)):
+def test_split_weights_that_an_update_spoilt_end_every_rank() -> None:
+    for text in good(run(_spoilt_when_split)):
         assert "is Inf or NaN after step 1" in text
 
 
 def _huge_and_pruned(rank: int, *, alone: bool = False) -> tuple[bool, float, float, dict[str, Any]]:
     config = {"training": {"grad_clip_norm": 1.0}, "optimizer": {"name": "sgd", "lr": 0.1}}
-    mo = ModelOptimizer(model := _model(), config if alone else {**config, "distributed": {**GLOO, "shard": "zero3"}})
+    model: nn.Module = _model()
+    if not alone:
+        model = split(model)
+        config = {**config, "distributed": GLOO}
+    mo = ModelOptimizer(model, config)
     moved = mo.step(model(_data()[0]).square().sum() * 1e22)
     norm = mo.grad_norm
     mo.apply_mask(Gradual(final=0.5, begin=0, end=2, every=1))

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import PipeError, Unavailable
-from layerline.training.config.sections import Config
 from layerline.training.data.batches import Batches
 from layerline.training.distributed import rendezvous
 from layerline.training.distributed.sharding import Shards
 from layerline.training.setup import capabilities
 from tests.training import pretend
-from tests.training.group import good
+from tests.training.group import good, split
 
 RECIPE: dict[str, Any] = {
     "optimizer": {"name": "adamw", "lr": 0.01},
@@ -83,11 +82,13 @@ def _whole(rank: int, path: str) -> dict[str, Any]:
     dist.init_process_group()  # NCCL, without being told; nothing sets the current device
     out, device, file = dict[str, Any](), f"cuda:{rank}", Path(path) / "c.safetensors"
     out["cpu"] = _told(lambda: ModelOptimizer(_model(), _ddp_config()))
-    for name, shard in (("ddp", "none"), ("zero3", "zero3")):
-        model = _model(norm=True)
+    for name in ("ddp", "split"):
+        model: nn.Module = _model(norm=True)
         model.register_buffer("phase", torch.full((3,), 1j * (rank + 1)))
-        # A model to be sharded may come from the CPU: no GPU need hold all of it.
-        mo = ModelOptimizer(model.to(device) if shard == "none" else model, _ddp_config(shard=shard))
+        model.to(device)
+        if name == "split":
+            model = split(model)
+        mo = ModelOptimizer(model, _ddp_config())
         _epoch(mo, device, rank, 2)
         mo.save_ckpt(file)
         first = _mine(mo)
@@ -99,7 +100,7 @@ def _whole(rank: int, path: str) -> dict[str, Any]:
             mo.export()["phase"][0].item() == 1j,  # the buffer that rank 0 has
         )
     deep = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).to(device)
-    wide = ModelOptimizer(deep, _ddp_config(shard="zero3"))
+    wide = ModelOptimizer(split(deep), _ddp_config())
     for _ in range(2):
         wide.step(wide.model(torch.ones(2, 256, device=device)).sum(), weight=2)
     torch.cuda.reset_peak_memory_stats()
@@ -112,7 +113,7 @@ def _whole(rank: int, path: str) -> dict[str, Any]:
 def test_models_on_gpus_train_and_go_on_in_a_group_of_the_users(library: Path, tmp_path: Path) -> None:
     for found in good(pretend.ranks(library, _whole, str(tmp_path))):
         assert found["ddp"] == (True, {"cuda"}, True)
-        assert found["zero3"] == (True, {"cpu"}, True)
+        assert found["split"] == (True, {"cpu"}, True)
         assert "the model is in CPU memory" in found["cpu"]
         # Eight layers of 256 KiB in four copies (weights, average, two states) are 8 MiB; parts and one whole are less.
         assert found["saving"] < 6 * 2**20
@@ -164,21 +165,17 @@ def test_a_step_reads_the_device_once_for_its_norms(library: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "serves_cpu", "model", "options", "message"),
+    ("group", "serves_cpu", "model", "message"),
     [
-        ("cpu", True, "meta", {"shard": "zero2"}, "where gloo splits nothing"),
-        ("cuda", False, "cpu", {}, "NCCL sends what is on a GPU"),
-        ("cpu", True, "meta", {}, ""),
-        ("cuda", True, "cpu", {}, ""),
-        ("cuda", False, "cpu", {"shard": "zero2"}, ""),
+        ("cuda", False, "cpu", "NCCL sends what is on a GPU"),
+        ("cpu", True, "meta", ""),
+        ("cuda", True, "cpu", ""),
     ],
 )
-def test_what_cannot_travel_in_a_group(
-    group: str, serves_cpu: bool, model: str, options: dict[str, Any], message: str
-) -> None:
-    config, param = Config.model_validate({"distributed": options}), nn.Parameter(torch.empty(1, device=model))
+def test_what_cannot_travel_in_a_group(group: str, serves_cpu: bool, model: str, message: str) -> None:
+    param = nn.Parameter(torch.empty(1, device=model))
     ranks: Any = SimpleNamespace(device=torch.device(group), serves_cpu=serves_cpu)
-    told = _told(lambda: capabilities._check_group(ranks, config, param, split=False))
+    told = _told(lambda: capabilities._check_group(ranks, param, split=False))
     assert message in told and bool(message) is bool(told)
 
 
@@ -187,10 +184,10 @@ def test_weights_that_fully_shard_offloads_need_a_group_for_cpu_memory() -> None
     param.device_mesh = SimpleNamespace(device_type="cuda")
     ranks: Any = SimpleNamespace(device=torch.device("cuda"), serves_cpu=False)
     assert "fully_shard keeps the parameters in CPU" in _told(
-        lambda: capabilities._check_group(ranks, Config(), param, split=True)
+        lambda: capabilities._check_group(ranks, param, split=True)
     )
     ranks.serves_cpu = True
-    capabilities._check_group(ranks, Config(), param, split=True)
+    capabilities._check_group(ranks, param, split=True)
 
 
 @pytest.mark.parametrize(("device", "waits"), [("cuda", 1), ("cpu", 0)])

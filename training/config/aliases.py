@@ -4,6 +4,7 @@ moves maps both shapes to the sections of `Config`."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -82,6 +83,9 @@ _SHARES = (
 _RIVALS = {a: b for a, b, _ in _SHARES} | {b: a for a, b, _ in _SHARES}
 # Names of other tools that are too unlike ours to be found by their letters.
 _OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay"}
+FULLY_SHARD = "call torch's fully_shard on the model's layers and on the model before ModelOptimizer"
+# Words with which other tools ask for a split model.
+_SPLITTING = frozenset({"fsdp", "fsdp2", "deepspeed", "fairscale", "sharding"})
 
 
 class _Written(dict[str, str]):
@@ -266,6 +270,9 @@ def _fields_of(section: str) -> dict[str, str]:
 
 def _unknown(path: str) -> ConfigError:
     """The error for a field that does not exist, with the one that was probably meant."""
+    if _splits_the_model(path):
+        what = "the configuration splits no model over the ranks"
+        return ConfigError(what, where=path, hint=f"{FULLY_SHARD}, which uses it as it is")
     names = sorted(FIELDS | MOVES.keys())
     section, _, last = path.rpartition(".")
     siblings = _fields_of(section)
@@ -282,6 +289,14 @@ def _unknown(path: str) -> ConfigError:
     if nearest:
         advice = f"did you mean {nearest!r}?"
     return ConfigError("no such field", where=path, hint=advice)
+
+
+def _splits_the_model(path: str) -> bool:
+    """Whether the name asks for weights or optimizer state that are split over the ranks."""
+    for word in re.split(r"[._]", path.lower()):
+        if word in _SPLITTING or re.fullmatch(r"zero[123]?|shard(ed|s)?", word):
+            return True
+    return False
 
 
 def _spelling(target: str, value: Any) -> Any:

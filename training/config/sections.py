@@ -320,11 +320,10 @@ class MemoryConfig(Section):
 class DistributedConfig(Section):
     """How the ranks that a launcher started share the work; without a launcher nothing changes."""
 
-    backend: Literal["nccl", "gloo"] | None = None  # None: ranks join only for a wrapped or sharded model
+    backend: Literal["nccl", "gloo"] | None = None  # None: ranks join only for a wrapped or split model
     bucket_mb: PositiveInt = 25  # gradients are reduced in pieces of this size
     overlap: bool = False  # no effect: gradients are reduced after the backward pass; other tools have this field
     compress: Literal["none", "fp16", "bf16"] = "none"  # the type in which gradients travel
-    shard: Literal["none", "zero2", "zero3"] = "none"  # split gradients and optimizer state; zero3: weights too
     timeout_s: PositiveFloat = 600.0  # how long a rank waits for another before it names it
 
 

@@ -16,10 +16,13 @@ from layerline.training.model.canonical_names import named
 from layerline.training.model.precision import HALF_TYPES
 
 
-def prepare(model: nn.Module, config: Config, ranks: Ranks) -> None:
-    """Checks that every rank has the same model, and copies the weights of rank 0; before an optimizer is made."""
+def prepare(model: nn.Module, config: Config, ranks: Ranks, *, split: bool = False) -> None:
+    """Checks that every rank has the same model, and copies the weights of rank 0; before an optimizer is made. The
+    weights of a model that is split already are used as they are."""
     names = named(model)
     ranks.compare(lines(names, config))
+    if split:
+        return
     with ranks.phases.guarded("sharing weights", 0), torch.no_grad():
         ranks.spread([t.detach() for t in names.tensors.values()])
 

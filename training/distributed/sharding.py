@@ -1,51 +1,23 @@
-"""Sharded training: parameters, gradients and optimizer state split over the ranks by torch's `fully_shard`, in place.
-The model keeps its forward and its parameter names, so the loop calls it as before. Whatever leaves the process
+"""Training of a model that the user has split over the ranks by torch's `fully_shard`. Whatever leaves the process
 (checkpoint, export) is put together again and doesn't show how many ranks there were."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from layerline.pipeline.errors import ConfigError
-from layerline.training.config.sections import Config
 from layerline.training.distributed.parallel_strategy import Peers
-from layerline.training.distributed.ranks import Ranks
-from layerline.training.model.canonical_names import unwrap
-from layerline.training.model.precision import HALF_TYPES
 from layerline.training.model.split_tensors import like, local
 
 if TYPE_CHECKING:
     from layerline.training.optimizers.param_groups import Member
-
-
-_REFUSED = {
-    "adafactor": "adafactor's row and column statistics need whole matrices",
-    "muon": "muon makes whole matrices orthogonal",
-}
-
-
-def shard(model: nn.Module, config: Config, ranks: Ranks) -> None:
-    """Splits every layer of the model's Sequential and ModuleList bodies, and what is left as one more unit. zero2
-    keeps a unit's weights whole from its forward to its backward pass; zero3 gathers them once more for the backward
-    pass."""
-    options = config.distributed
-    for name, why in _REFUSED.items():
-        if name in config.optimizer.rules:
-            raise ConfigError(why, where="distributed.shard", hint="use another optimizer, or shard: none")
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    reduce_type = HALF_TYPES.get(options.compress)
-    for unit in (*_units(unwrap(model)), unwrap(model)):  # inner units first, as fully_shard wants it
-        fully_shard(unit, mesh=mesh, reshard_after_forward=options.shard == "zero3",
-                    mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_type))  # fmt: skip
 
 
 class Shards(Peers):
@@ -63,8 +35,8 @@ class Shards(Peers):
     def admit(self, fresh: Sequence[Member]) -> None:
         """Nothing joins: units are split once, and what was frozen then takes no gradient."""
         if fresh:  # join() without new parameters is no fault
-            hint = "change the model, and unfreeze what shall be trained, before ModelOptimizer shards it"
-            raise ConfigError("a parameter cannot join a model that is sharded already", where=fresh[0].name, hint=hint)
+            hint = "change the model, and unfreeze what shall be trained, before fully_shard splits it"
+            raise ConfigError("a parameter cannot join a model that is split already", where=fresh[0].name, hint=hint)
 
     def norms(self, grads: Sequence[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
         """From the norms of the parts, in one collective."""
@@ -113,20 +85,3 @@ def _owner(key: str) -> str:
     if key.startswith("optimizer/state/"):
         return key.removeprefix("optimizer/state/").rpartition("/")[0]
     return ""
-
-
-def _units(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers of the outermost bodies that hold parameters, none of them shared with the rest of the model."""
-    owners = Counter(_registered(model))
-    for child in model.children():
-        if not isinstance(model, nn.Sequential | nn.ModuleList) or isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _units(child)
-        else:
-            inside = Counter(_registered(child))
-            if inside and all(owners[p] == count for p, count in inside.items()):
-                yield child
-
-
-def _registered(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters as often as modules hold them."""
-    return [param for _, param in model.named_parameters(remove_duplicate=False)]

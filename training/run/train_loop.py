@@ -31,7 +31,7 @@ from layerline.training.distributed import ranks
 from layerline.training.loop.accumulation import counted
 from layerline.training.loop.step_engine import Lane
 from layerline.training.model.canonical_names import named
-from layerline.training.model.split_tensors import whole
+from layerline.training.model.split_tensors import is_split, whole
 from layerline.training.randomness import rng_state
 from layerline.training.run.shipping import module_of, train_mode
 from layerline.training.run.validation import evaluation_batches, metric_of
@@ -94,7 +94,7 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     if model is None:
         model = module_of(task)
     named(model)  # refuses parameters without a shape, before the model is moved
-    if group is None or config.distributed.shard == "none":  # a sharded model is moved to the GPU layer by layer
+    if not is_split(model):  # fully_shard has moved its parts to the device
         model.to(device)
     modes = train_mode(model)
     batches = Batches(task.call("train_data"), batch_size=batch_size, seed=seed, workers=workers, rank=rank, ranks=size)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from layerline.pipeline.errors import ConfigError
+from layerline.training.config.aliases import FULLY_SHARD
 from layerline.training.config.sections import Config
 from layerline.training.distributed import ranks
 from layerline.training.distributed.ranks import Ranks
@@ -18,33 +20,44 @@ from layerline.training.model.split_tensors import device_of, is_split
 
 # Sharding and triage are imported where they are used: torch's part of sharding takes long to load.
 
+# Update rules that cannot step a part of a matrix.
+_WHOLE_MATRICES = {
+    "adafactor": "adafactor's row and column statistics need whole matrices",
+    "muon": "muon makes whole matrices orthogonal",
+}
 
-def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Ranks | None:
-    """Joins the other ranks where `distributed` or a wrapped model asks for it, before an optimizer is made."""
+
+def enlist(models: Iterable[nn.Module], config: Config, *, custom: Iterable[Any]) -> Ranks | None:
+    """Joins the other ranks where `distributed` or a wrapped model asks for it, before an optimizer is made.
+
+    Args:
+        custom: the user's own optimizers; None for the configured one.
+    """
+    custom = [optimizer for optimizer in custom if optimizer is not None]
+    for optimizer in custom:
+        # torch's counterpart of ZeRO 1. Its state_dict() needs a transfer to one rank, which saving does not do.
+        if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+            what = "ZeroRedundancyOptimizer holds a part of the state on each rank, and checkpoints could not hold it"
+            raise ConfigError(what, where="optimizer", hint=f"{FULLY_SHARD}, and pass the optimizer that it wraps")
     models = list(models)
-    sharded = config.distributed.shard != "none"
     wrapped = any(isinstance(model, DistributedDataParallel) for model in models)
     split = any(is_split(model) for model in models)
     # One process, as long as nothing asks for more.
-    if not (config.distributed.backend or sharded or wrapped or split or ranks.joined()):
+    if not (config.distributed.backend or wrapped or split or ranks.joined()):
         return None
-    from layerline.training.distributed import data_parallel, sharding
+    from layerline.training.distributed import data_parallel
 
-    if sharded:
-        _check_shard(models, config, wrapped=wrapped, custom=custom)
+    if split:
+        _check_split(models, config, custom=bool(custom))
     trained = [p for model in models for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ConfigError("no parameter of the model requires a gradient", where="model")
     group = ranks.join(config.distributed, device_of(trained[0]))
     if group is None:
         return None
-    _check_group(group, config, trained[0], split=split)
-    # What the user split already is used as it is.
-    if not split:
-        for model in models:
-            data_parallel.prepare(model, config, group)
-            if sharded:
-                sharding.shard(model, config, group)
+    _check_group(group, trained[0], split=split)
+    for model in models:
+        data_parallel.prepare(model, config, group, split=split)
     return group
 
 
@@ -71,38 +84,36 @@ def attach(lane: Lane, group: Ranks | None, roll_back: Callable[[], str | None])
         lane.judge = Judge(lane, roll_back)
 
 
-def _check_group(group: Ranks, config: Config, param: nn.Parameter, *, split: bool) -> None:
-    """Refuses a group whose backend cannot reach the parameters: gloo shards CPU memory only, NCCL sends from GPUs."""
-    sharded = config.distributed.shard != "none"
+def _check_group(group: Ranks, param: nn.Parameter, *, split: bool) -> None:
+    """Refuses a group whose backend cannot reach the parameters: NCCL sends from GPUs."""
     device = device_of(param).type
-    if sharded and device != "cpu" and group.device.type == "cpu":
-        _refuse("shard", f"the model is on {device}, where gloo splits nothing", "distributed.backend: nccl")
-    if device == "cpu" and not (sharded or split or group.serves_cpu):
+    what = ""
+    if device == "cpu" and not (split or group.serves_cpu):
         what = "the model is in CPU memory, and NCCL sends what is on a GPU"
-        _refuse("backend", what, 'move it first, model.to("cuda"), or use gloo')
-    if device != param.device.type and not group.serves_cpu:
+        hint = 'move it first, model.to("cuda"), or use gloo'
+    elif device != param.device.type and not group.serves_cpu:
         what = "fully_shard keeps the parameters in CPU memory, and NCCL sends what is on a GPU"
-        _refuse("backend", what, 'init_process_group("cpu:gloo,cuda:nccl")')
+        hint = 'init_process_group("cpu:gloo,cuda:nccl")'
+    if what:
+        raise ConfigError(what, where="distributed.backend", hint=hint)
 
 
-def _check_shard(models: list[nn.Module], config: Config, *, wrapped: bool, custom: bool) -> None:
-    """Refuses what cannot be combined with sharding."""
-    if wrapped:
-        _refuse("shard", "the model is in DistributedDataParallel", "pass the plain model")
-    if custom:
-        hint = "call fully_shard yourself, then make the optimizer"
-        _refuse("shard", "a custom optimizer holds the whole parameters", hint)
+def _check_split(models: list[nn.Module], config: Config, *, custom: bool) -> None:
+    """Refuses what cannot be combined with a model that fully_shard has split."""
     if len(models) > 1:
-        _refuse("shard", "several models train in one graph", "shard: none")
+        hint = "train them without fully_shard"
+        raise ConfigError("several models train in one graph, and fully_shard split one", where="model", hint=hint)
     if config.nonfinite.triage:
-        what = "triage replays a step on one rank, and a sharded layer needs all of them"
-        _refuse("shard", what, "nonfinite.triage: false")
+        what = "triage replays a step on one rank, and a split layer needs all of them"
+        raise ConfigError(what, where="nonfinite.triage", hint="leave it out for a model that fully_shard split")
+    if not custom:
+        for name, why in _WHOLE_MATRICES.items():
+            if name in config.optimizer.rules:
+                hint = "use another optimizer for a model that fully_shard split"
+                raise ConfigError(why, where="optimizer.name", hint=hint)
     for name, param in unwrap(models[0]).named_parameters():
         # The float32 masters of float16 and bfloat16 parameters are whole tensors.
         if param.dtype.itemsize < 4 and param.is_floating_point():
             hint = "keep parameters in float32 and use precision.amp"
-            _refuse("shard", f"{name} is {param.dtype}: float32 masters are not sharded", hint)
-
-
-def _refuse(field: str, what: str, hint: str) -> None:
-    raise ConfigError(what, where=f"distributed.{field}", hint=hint)
+            what = f"{name} is {param.dtype} and split: float32 masters are not split"
+            raise ConfigError(what, where="model", hint=hint)

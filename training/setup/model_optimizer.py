@@ -74,7 +74,7 @@ class ModelOptimizer:
         if self.config.memory.checkpointing:
             every = self.config.memory.checkpoint_interval
             self.checkpointed = [Checkpointed(module, every) for module in models.values()]
-        self.ranks = capabilities.enlist(models.values(), self.config, custom=optimizer is not None)
+        self.ranks = capabilities.enlist(models.values(), self.config, custom=optimizers.values())
         self.lanes: dict[str, Lane] = {}
         for name, module in models.items():
             self.lanes[name] = Lane(module, self.config, optimizers.get(name), shared=len(models) > 1)
@@ -325,7 +325,7 @@ class ModelOptimizer:
 
     def export(self) -> dict[str, Tensor]:
         """Copies of the weights that would ship, by canonical name: float32, and averages if there are any. A tied
-        tensor has each of its names. With a sharded model, all ranks must call it."""
+        tensor has each of its names. With a split model, all ranks must call it."""
         out: dict[str, Tensor] = {}
         for model, lane in self.lanes.items():
             tensors = ema_swap.shipped(lane)

@@ -137,8 +137,6 @@ def _notes(lane: Lane) -> Iterable[str]:
         yield "the curve is that of the optimizer's first group; the others keep their ratio to it"
     if lane.custom and not own_groups(lane.optimizer):
         yield f"{type(lane.optimizer).__name__} has no param_groups: what it decays, and at which rate, it does not say"
-    if config.distributed.overlap:
-        yield "distributed.overlap changes nothing: gradients are reduced after the backward pass"
     if config.nonfinite.policy == "rollback" and not config.monitor.save_interval:
         yield "rollback needs a checkpoint to roll back to: monitor.save_interval, or mo.save_ckpt() in the loop"
     if config.monitor.valid_interval:
