@@ -19,6 +19,11 @@ def label(name: str) -> str:
     return name
 
 
+def field_label(name: str) -> str:
+    """What a field is called where people read it. The train stage keeps the sections of pipe.yaml in `recipe`."""
+    return name.removeprefix("recipe.")
+
+
 def changes(old: Parts, new: Parts) -> dict[str, tuple[str | None, str | None]]:
     """Parts that differ, by name: (old, new); None where a side has no such part."""
     names = [*new, *(n for n in old if n not in new)]
@@ -55,7 +60,7 @@ def _phrase(name: str, old: str | None, new: str | None) -> str:
         return f"{rest}() changed"
     if kind in ("input", "file"):
         return f"{kind} {rest} changed"
-    called = rest if kind in ("env", "config") else label(name)
+    called = field_label(rest) if kind in ("env", "config") else label(name)
     before = _written(kind, old)
     after = _written(kind, new)
     if before and after and before != after:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from layerline.pipeline import stage_table
-from layerline.pipeline.reasons import UNSET, phrases
+from layerline.pipeline.reasons import UNSET, field_label, phrases
 from layerline.pipeline.records.ledger import Record, Run
 from layerline.pipeline.run.plan import fields
 
@@ -36,7 +36,7 @@ def settings(record: Record) -> list[Setting]:
     for part, value in record.parts.items():
         if part.startswith(CONFIG):
             name = part.removeprefix(CONFIG)
-            result.append(Setting(name, value, usual.get(name)))
+            result.append(Setting(field_label(name), value, usual.get(name)))
     return sorted(result, key=lambda setting: not setting.differs)
 
 

@@ -21,6 +21,7 @@ def axis(size: str, name: str = "None", at: str = "x") -> dict[str, str]:
 def test_parts_in_words() -> None:
     assert changes(OLD, OLD) == {} and describe(OLD, OLD) == ""
     assert describe(OLD, OLD | {"config.lr": "0.2"}) == "lr 0.1 -> 0.2"
+    assert describe(OLD, OLD | {"config.recipe.clip.value": "1"}) == "clip.value unset -> 1", "as pipe.yaml has it"
     assert describe(OLD, OLD | {"config.new": "1"}) == "new unset -> 1"
     assert describe(OLD, OLD | {"config.new": "None"}) == "new added"
     assert describe(OLD | {"config.key": ""}, OLD | {"config.key": "ema"}) == "key unset -> ema"

@@ -27,7 +27,7 @@ def test_found_where_the_batch_decides() -> None:
 def test_the_sentence() -> None:
     assert batch_norm.warning(_net(), 1) == "" == batch_norm.warning(nn.Linear(2, 2), 8)
     said = batch_norm.warning(_net(), 4)
-    assert said.startswith("1 and 1 more: BatchNorm sees each micro-batch alone, so 4 of them")
+    assert said.startswith("BatchNorm (layer 1 and 1 more) sees each micro-batch alone, so 4 of them")
 
 
 def _gradient(model: nn.Module, x: Tensor, parts: int) -> list[Tensor]:

@@ -29,7 +29,7 @@ def warning(model: nn.Module, steps: int) -> str:
     if len(names) > 1:
         layers += f" and {len(names) - 1} more"
     return (
-        f"{layers}: BatchNorm sees each micro-batch alone, so {steps} of them are not one big batch there; "
+        f"BatchNorm (layer {layers}) sees each micro-batch alone, so {steps} of them are not one big batch there; "
         "layerline.training.loop.batch_norm.to_group_norm(model) replaces the layers"
     )
 
