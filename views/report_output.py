@@ -49,9 +49,7 @@ def diff(out: Console, report: Report, top: int, order: Order, beside: Beside | 
         changed = "; ".join(beside.changed) or "nothing that is on record"
         hanging(out, Text("changed since then  ", "dim"), Text(changed))
     if report.records:
-        hidden = table(out, records_table(report.records, order, earlier, top))
-        if hidden:
-            dim(out, f"hidden: {', '.join(hidden)}; widen the terminal or use --json")
+        _whole_table(out, records_table(report.records, order, earlier, top))
     if len(report.records) > top:
         dim(out, f"{top} of {len(report.records)} values, {ORDERS[order]}; --top N shows more")
     findings(out, report, beside.report if beside else None)
@@ -68,11 +66,18 @@ def report_tables(out: Console, report: Report, names: Sequence[str]) -> None:
     findings(out, report)
 
 
+def _whole_table(out: Console, view: TableView) -> None:
+    """Prints a table, and names the columns that the terminal has no room for."""
+    hidden = table(out, view)
+    if hidden:
+        dim(out, f"hidden: {', '.join(hidden)}; widen the terminal or use --json")
+
+
 def _tables(out: Console, tables: Mapping[str, Sequence[Mapping[str, Scalar]]], top: int | None = None) -> None:
     for name, rows in tables.items():
         if rows:
             out.print(words(name, "bold"))
-            table(out, free_table(rows[:top]))
+            _whole_table(out, free_table(rows[:top]))
         if top is not None and len(rows) > top:
             dim(out, f"{top} of {len(rows)} rows; --json and the page of `pipe report` have all")
 

@@ -205,11 +205,14 @@ def status(out: Console, steps: Sequence[Step], states: Mapping[str, str]) -> No
 
 
 def check(out: Console, done: Checked) -> None:
-    """Prints the findings of `pipe check` in the order of the stages, and how many are errors and warnings."""
+    """Prints the findings of `pipe check` in the order of the stages, and how many are errors and warnings.
+
+    Without advice there is no column for it.
+    """
     columns = (Column("item"), Column("", "verdict"), Column("seen", wrap=True), Column("what to do", wrap=True))
     rows = [[f.item, f.state, located(f.where, f.seen), f.hint] for f in done.findings]
-    table(out, TableView("", columns, rows))
-    states = [row[1] for row in rows]
+    table(out, filled(columns, rows))
+    states = [finding.state for finding in done.findings]
     counts = [quantity(states.count(state), state) for state in ("error", "warning") if state in states]
     out.print(Text(", ".join(counts) or "nothing is wrong"), soft_wrap=True)
 

@@ -158,8 +158,9 @@ def _report(evidence: Evidence, causes: list[Cause], unfinished: list[str], scor
             own = record.extra.get(OWN)
             if record.passed and record.sqnr_db in (None, math.inf) and own in (None, math.inf):
                 continue
-            row: dict[str, Scalar] = {"stage": stage, "layer": record.where, "value": record.name, "op": record.op}
-            row |= {"own_sqnr_db": own, "sqnr_db": record.sqnr_db, GAIN: record.extra.get(GAIN)}
+            # A narrow terminal leaves out the last columns.
+            row: dict[str, Scalar] = {"stage": stage, "layer": record.where, OWN: own, "sqnr_db": record.sqnr_db}
+            row |= {GAIN: record.extra.get(GAIN), "value": record.name, "op": record.op}
             worst.append(row)
     tables = dict(zip(TABLES, (scores.rows, [cause.row() for cause in causes], worst), strict=True))
     notes = (*verdict(evidence, causes, unfinished), *warnings, *scores.notes)

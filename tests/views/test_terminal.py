@@ -230,6 +230,17 @@ def test_causes_are_a_list_with_evidence_and_change_and_the_verdict_is_last() ->
     assert lines(60, report_output.why, report, ("metric by stage",))[3:] == ["verdict", "  lost in quantize"]
 
 
+def test_columns_without_room_are_named_in_every_table() -> None:
+    row = {"stage": "fuse", "layer": "block.conv", "sqnr_db": 30.0, "value": "conv2d", "op": "Convolution"}
+    report = Report(stage="why", tables={"worst layers": [row]})
+    printed = lines(36, report_output.why, report, ("worst layers",))
+    assert printed[1:4] == [
+        "stage  layer       SQNR dB  value",
+        "fuse   block.conv     30.0  conv2d",
+        "hidden: op; widen the terminal or use --json",
+    ]
+
+
 def test_long_settings_of_the_oldest_run_are_shortened() -> None:
     fields = {f"field_{i}": "x" * 300 for i in range(9)}
     row = {
