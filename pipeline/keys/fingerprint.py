@@ -87,7 +87,10 @@ class Reader:
         self.hasher = hasher
         self.task = self.root / task.relative_to(project)
         self.finder = Finder(self.root, [self.task.parent])
-        self._modules: dict[Path, syntax.Module] = {}  # those that were read
+        # Those that were read, without and with docstrings.
+        self._modules: dict[tuple[Path, bool], syntax.Module] = {}
+        self._keeps_docstrings = False
+        self._reads_docstrings = False  # whether a file that the current walk reached reads docstrings
 
     def hook(self, name: str) -> Fingerprint:
         """The fingerprint of one hook. Raises TaskError: a file of the project doesn't parse; names file and line."""
@@ -95,8 +98,13 @@ class Reader:
             return ABSENT  # a project that starts from a file needs no task; a stage that needs one says so
         try:
             with _deep_recursion():
-                module = self.module(self.task)
+                self._keeps_docstrings = self._reads_docstrings = False
                 fingerprint = _Walk(self).run(name)
+                if self._reads_docstrings:
+                    # They may be those of other files, so all count.
+                    self._keeps_docstrings = True
+                    fingerprint = _Walk(self).run(name)
+                module = self.module(self.task)
         except RecursionError as error:
             raise TaskError(
                 f"what {name}() reaches is nested too deeply", where=self.relative(self.task), hint=_SHALLOWER
@@ -109,11 +117,17 @@ class Reader:
 
     def module(self, path: Path) -> syntax.Module:
         """A file of the project, parsed once. Raises TaskError: it doesn't parse; names file and line."""
-        if path in self._modules:
-            return self._modules[path]
+        key = (path, self._keeps_docstrings)
+        if key not in self._modules:
+            self._modules[key] = self._parse(path)
+        module = self._modules[key]
+        self._reads_docstrings |= module.reads_docstrings
+        return module
+
+    def _parse(self, path: Path) -> syntax.Module:
         where = self.relative(path)
         try:
-            self._modules[path] = syntax.parse(path, self.finder)
+            return syntax.parse(path, self.finder, docstrings=self._keeps_docstrings)
         except (RecursionError, MemoryError) as error:  # Python itself can't compile it either
             raise TaskError("it is nested too deeply", where=where, hint=_SHALLOWER) from error
         except (SyntaxError, ValueError) as error:
@@ -122,11 +136,11 @@ class Reader:
             if line:
                 where = f"{where}:{line}"
             raise TaskError(f"it is not valid Python: {message}", where=where) from error
-        return self._modules[path]
 
     def was_edited(self, path: Path, digest: str) -> bool:
         """Whether a file was read here with other bytes than those of this SHA-256."""
-        return path in self._modules and self._modules[path].digest != digest
+        versions = [self._modules[key] for key in ((path, False), (path, True)) if key in self._modules]
+        return any(module.digest != digest for module in versions)
 
     @cached_property
     def sources(self) -> list[Path]:

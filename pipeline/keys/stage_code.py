@@ -84,7 +84,7 @@ def _target(name: str, find: Callable[[str], Path | None]) -> tuple[str, bool]:
 @cache
 def _facts(module: str, source: bytes, is_package: bool) -> str:
     """The digest of a module's syntax, and each `base:attribute` that it imports or names, all in one line."""
-    tree = trees.tree_of(source, module)
+    tree = trees.tree_of(source, module, docstrings=trees.reads_docstrings(source))
     package = module
     if not is_package:
         package = module.rpartition(".")[0]

@@ -14,7 +14,7 @@ from types import CodeType
 
 from layerline.pipeline.keys.effects import changed_names, has_effect, registers_subclasses
 from layerline.pipeline.keys.imports import Finder, Origin
-from layerline.pipeline.keys.trees import bound_names, dump, executed, tree_of
+from layerline.pipeline.keys.trees import bound_names, dump, executed, reads_docstrings, tree_of
 
 # How the instructions end that use a name of the module, not one of a function; the last one is of Python 3.12.
 _OF_MODULE = ("_NAME", "_GLOBAL", "_GLOBALS")
@@ -29,7 +29,7 @@ class Uses:
     attributes: set[tuple[str, str]] = field(default_factory=set)  # (name, attribute) pairs
     # names of all attributes, whatever they are taken from, and constant keywords (`weights_only=False`)
     members: set[str] = field(default_factory=set)
-    strings: set[str] = field(default_factory=set)  # string and bytes constants, docstrings left out
+    strings: set[str] = field(default_factory=set)  # string and bytes constants
 
     def names(self) -> list[str]:
         """Every name referred to."""
@@ -48,8 +48,9 @@ class Module:
 
     path: Path
     package: str  # dotted package that its relative imports start from
-    tree: ast.Module  # its syntax tree, without docstrings and without what never runs
+    tree: ast.Module  # its syntax tree, without what never runs
     digest: str  # SHA-256 of its bytes, in hex
+    reads_docstrings: bool  # whether it may compute from docstrings of any file
     # statements that bind or change each top-level name
     bindings: dict[str, list[ast.stmt]] = field(default_factory=dict)
     imports: dict[str, list[Origin]] = field(default_factory=dict)  # where each imported top-level name comes from
@@ -85,10 +86,16 @@ class Module:
         return name in self.bindings or any(origin.path for origin in self.imports.get(name, ()))
 
 
-def parse(path: Path, finder: Finder) -> Module:
-    """Reads one file of the project. Raises SyntaxError: the file isn't Python."""
+def parse(path: Path, finder: Finder, *, docstrings: bool = False) -> Module:
+    """Reads one file of the project, with or without its docstrings. Raises SyntaxError: the file isn't Python."""
     source = path.read_bytes()
-    module = Module(path, finder.package(path), tree_of(source, path.name), hashlib.sha256(source).hexdigest())
+    module = Module(
+        path,
+        finder.package(path),
+        tree_of(source, path.name, docstrings=docstrings),
+        hashlib.sha256(source).hexdigest(),
+        reads_docstrings(source),
+    )
     _compiled(module.tree)
     body = module.tree.body
     for statement in body:

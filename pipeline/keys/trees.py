@@ -10,20 +10,21 @@ DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 _NEVER_RUN = frozenset({"__name__ == '__main__'", "'__main__' == __name__", "TYPE_CHECKING", "typing.TYPE_CHECKING"})
 
 
-def tree_of(source: bytes, name: str) -> ast.Module:
-    """The syntax tree of a file, without what never runs when it is imported, and without docstrings.
+def reads_docstrings(source: bytes) -> bool:
+    """Whether a file may compute from docstrings, its own or those of what it imports."""
+    return b"__doc__" in source or b"getdoc" in source
 
-    Code that reads docstrings (`__doc__`, `inspect.getdoc`) may compute from them: they stay in such a file.
-    """
+
+def tree_of(source: bytes, name: str, *, docstrings: bool = False) -> ast.Module:
+    """The syntax tree of a file, without what never runs when it is imported; `docstrings` are kept or left out."""
     tree = ast.parse(source, filename=name)
-    reads_docstrings = b"__doc__" in source or b"getdoc" in source
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list) and body:
             kept = []
             for statement in body:
-                is_docstring = reads_docstrings and isinstance(statement, ast.Expr)
-                if is_docstring or not _never_runs(statement):
+                is_docstring = isinstance(statement, ast.Expr)
+                if (docstrings and is_docstring) or not _never_runs(statement):
                     kept.append(statement)
             if not kept and not isinstance(node, ast.Module):
                 kept = [ast.copy_location(ast.Pass(), body[0])]
