@@ -58,9 +58,9 @@ HISTOGRAMS = "histograms"  # `Histogram.profile` of values, with their ranges
 FLIPPED = "flipped samples"  # some samples whose answer flipped: a picture (`picture`, a data URI) or words (`text`)
 CONVERGENCE = "convergence"  # how far scales moved while calibration read more samples; changes are relative
 UNMEASURED = "not measured"
+"""What a gate saw that could not be judged: it fails, but nothing is known to be wrong."""
 NO_METRIC = "no metric was measured"  # begins the note that says why there is none
 WARNING = "WARNING"  # begins a note that can't be missed: the outputs lost more than a good conversion loses
-"""What a gate saw that could not be judged: it fails, but nothing is known to be wrong."""
 RESCALED = "/rescaled"
 """Behind the name of a value whose channels quantisation scaled: its numbers are not those of the float model's."""
 

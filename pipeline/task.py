@@ -34,7 +34,7 @@ from layerline.pipeline.outline import outlined
 _HOOKED: set[Path] = set()
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
-# Names of the arguments that an error tells; the empty one is the model.
+# Names of the arguments that an error tells.
 _ARGUMENTS = {"loss": ("model", "batch"), "metric": ("outputs", "targets"), "show": ("sample",)}
 HOOKS = ("model", "train_data", "loss", "eval_data", "metric", "calib_data", "example_inputs", "teacher", "show")
 # Hooks that give data: they may read files of the project, and are called once where they can be.

@@ -29,9 +29,8 @@ class StepDiagnosis:
     loss: float  # loss, norm: loss and gradient norm of the step
     norm: float
     micro_batch: int = 0  # the micro-batch of the window in which it began; 0 is the first
-    origin: NonFiniteOrigin | None = (
-        None  # the first non-finite tensor; None when the same micro-batches, run again, are finite
-    )
+    # The first non-finite tensor; None when the same micro-batches, run again, are finite.
+    origin: NonFiniteOrigin | None = None
     rank: int | None = None  # the rank of that micro-batch, where there are several
     replayed: bool = True  # whether every loss of the window came from calls of the model, and so could run again
 
@@ -106,9 +105,8 @@ class Recorder:
                 # Outputs and gradients of the model are finite, so the loss function made it.
                 nan = int(torch.isnan(value))
                 dtype = str(value.dtype).removeprefix("torch.")
-                return StepDiagnosis(
-                    step, loss, norm, index, NonFiniteOrigin("loss", "", "the loss", (), dtype, nan, 1 - nan)
-                )
+                made_by_loss = NonFiniteOrigin("loss", "", "the loss", (), dtype, nan, 1 - nan)
+                return StepDiagnosis(step, loss, norm, index, made_by_loss)
         return StepDiagnosis(step, loss, norm)
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -139,9 +137,8 @@ class Judge:
     def __init__(self, lane: LaneState, roll_back: Callable[[], str | None]) -> None:
         self._config, self._roll_back = lane.config.nonfinite, roll_back
         self.recorder = Recorder(lane) if self._config.triage else None
-        self.findings: list[
-            StepDiagnosis
-        ] = []  # one for each sequence of rejected steps, where `nonfinite.triage` is on
+        # One for each sequence of rejected steps, where `nonfinite.triage` is on.
+        self.findings: list[StepDiagnosis] = []
         self._restored, self._times = -1, 0
 
     def rejected(self, lane: LaneState, loss: float, norm: float) -> None:

@@ -77,9 +77,8 @@ def _refusal(path: Path, error: Exception) -> StageError:
         hint = "save the state dict alone; or, if you trust the source: `trust: true` (pipe init … --trust)"
         return StageError(what, where=path.name, hint=hint)
     # torch's text advises to run the pickle's code, and says where to file an issue.
-    words = (
-        _ADVICE.sub(" ", str(error)).rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
-    )
+    words = _ADVICE.sub(" ", str(error)).rpartition("WeightsUnpickler error:")[2]
+    words = words.partition("Check the documentation")[0]
     words = " ".join(words.partition("Please file an issue")[0].split()) or "no message"
     what = f"torch can't read it as weights: it is damaged, or not a checkpoint: {type(error).__name__}: {words:.300}"
     return StageError(what, where=path.name, hint="expected a .safetensors file, or a state dict written by torch.save")
