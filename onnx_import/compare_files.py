@@ -32,6 +32,7 @@ from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.inputs import npz
 from layerline.pipeline.nearest import did_you_mean
 from layerline.pipeline.report import CHANNELS, LayerDiff, Order, Report
+from layerline.pipeline.wording import quantity
 
 _MOST_MEMORY = 8 * GB
 _SECONDS = 1800
@@ -141,7 +142,7 @@ def _compared(
     emulation: Collection[str] = (),
 ) -> Report:
     """Compares the values that both have, but those that an emulation adds."""
-    log.say(f"comparing every value on {len(feeds)} feeds")
+    log.say(f"comparing every value on {quantity(len(feeds), 'feed')}")
     values = computed_values(reference.graph)
     # Rounding a value is an error of the layer that reads it, as in the report of quantize.
     sides = sides_of_qdq(candidate.graph, {*values, *candidate.graph.initializers}) | set(emulation)

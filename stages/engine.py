@@ -15,6 +15,7 @@ from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.keys.env import fact
 from layerline.pipeline.report import Gate, Report, Scalar
 from layerline.pipeline.stage import Stage, Work
+from layerline.pipeline.wording import quantity
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -81,7 +82,8 @@ class Engine(Stage):
         with look.item("engine.profiles"):
             signature = look.need("signature")
             if self.profiles:  # the default profile depends on sizes that only the stages before find out
-                look.ok("engine.profiles", f"{len(self._resolved(signature))} of sizes that the model takes")
+                resolved = quantity(len(self._resolved(signature)), "profile")
+                look.ok("engine.profiles", f"{resolved}, of sizes that the model takes")
         with look.item("engine.targets"):
             from layerline.graph.quantization.targets import FORMATS, lacking
 

@@ -15,6 +15,7 @@ from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Gate, LayerDiff, Report
 from layerline.pipeline.stage import Stage, Work
 from layerline.pipeline.task import EXAMPLE_HOOKS, Task
+from layerline.pipeline.wording import quantity
 
 if TYPE_CHECKING:
     from torch import nn
@@ -134,7 +135,9 @@ class Export(Stage):
         prober = Prober(call, axes, traced, integers)
         probes = prober.probes(_samples(work, call, self.probes), self.probes)
         nodes, values = len(traced.model.graph), len(traced.nodes)
-        work.log.say(f"{nodes} nodes; comparing {values} values on {len(probes)} feeds")
+        work.log.say(
+            f"{quantity(nodes, 'node')}; comparing {quantity(values, 'value')} on {quantity(len(probes), 'feed')}"
+        )
         rule = None
         if self.tolerance != "auto":
             # Absolute bounds in place of the measured noise floor.

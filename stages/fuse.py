@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.report import Gate, LayerDiff, Report, Scalar
 from layerline.pipeline.stage import Stage, Work
+from layerline.pipeline.wording import quantity
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -81,7 +82,7 @@ class Fuse(Stage):
         for name in COPIED:
             if (work.inputs["model"] / name).is_file():
                 shutil.copyfile(work.inputs["model"] / name, work.out / name)
-        work.log.say(f"{_nodes(fused.model)} nodes out; {len(fused.proofs)} rewrites proved")
+        work.log.say(f"{quantity(_nodes(fused.model), 'node')} out; {quantity(len(fused.proofs), 'rewrite')} proved")
         outputs = names(fused.model.graph.outputs)
         # Also in a default session, as users open it: its optimisations may meet what the comparison did not.
         allowed = default_session.limits(fused.model, case.floors, outputs)

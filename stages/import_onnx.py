@@ -15,6 +15,7 @@ from layerline.pipeline.init.from_files import Look
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Stage, Work
+from layerline.pipeline.wording import quantity
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -186,7 +187,7 @@ class ImportOnnx(Stage):
         feeds = [*fed.feeds, *feeder.edges]
         runs = [(feed, feeder.run(feed)) for feed in feeds]
         symbolic_dims.settle(model, symbolic_dims.places(model), runs)
-        log.say(f"{len(model.graph)} nodes; comparing every value on {len(feeds)} feeds")
+        log.say(f"{quantity(len(model.graph), 'node')}; comparing every value on {quantity(len(feeds), 'feed')}")
         rows, notes = import_report.unchanged(adopted, [feeder.whole(feed) for feed in feeds], self.tolerance)
         unchecked = import_report.save_checked(model, out)
         probe_files.save(out, fed.feeds)
