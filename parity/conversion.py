@@ -79,8 +79,8 @@ class Conversion:
             log=self.data.work.log.say,
         )
         outcome = search.run()
-        # It names the fields of pipe.yaml that fix what was chosen.
-        addition = functools.partial(outcome.added_to, model=self.model, layers=fields.layers)
+        # It names the fields of pipe.yaml that keep what was chosen.
+        addition = functools.partial(outcome.added_to, model=self.model, layers=fields.layers, try_fp8=fields.try_fp8)
         return ConversionResult(outcome.converted, (addition,))
 
     def calibrated(self, model: ir.Model) -> Calibrated:

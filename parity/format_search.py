@@ -56,12 +56,13 @@ class SearchOutcome:
     repaired: Repaired  # the model that the search began with
     gates: tuple[Gate, ...] = ()  # a failed one where the budget holds with no assignment
 
-    def added_to(self, report: Report, model: ir.Model, layers: Mapping[str, str]) -> Report:
-        """The report with the table, its figures, and the fields of pipe.yaml that fix what was chosen.
+    def added_to(self, report: Report, model: ir.Model, layers: Mapping[str, str], *, try_fp8: bool) -> Report:
+        """The report with the table, its figures, and the fields of pipe.yaml that make the same model or formats.
 
         Args:
             model: the float model.
             layers: `quantize.layers` as pipe.yaml has it.
+            try_fp8: `quantize.try_fp8` of the search.
         """
         note = f"full evaluations of the budget: {self.evaluations}"
         fields: dict[str, str] = {}
@@ -73,9 +74,16 @@ class SearchOutcome:
         patterns = fragment(model, layers, self.formats, self.quantized)
         if patterns:
             fields["layers"] = json.dumps(patterns, ensure_ascii=False)
-        if fields:
-            written = ", ".join(f"{name}: {value}" for name, value in fields.items())
-            note += f"; to keep this choice for `pipe run all`, write in pipe.yaml: `quantize: {{{written}}}`"
+        written = ", ".join(f"{name}: {value}" for name, value in fields.items())
+        keep = "; to keep this choice for `pipe run all`, write in pipe.yaml"
+        if patterns:
+            # Without a search the ranges, repairs and biases are chosen with these layers float. The search chose them
+            # with every layer quantised, and judged that model.
+            same = "search: true, try_fp8: true" if try_fp8 else "search: true"
+            note += f"{keep}, beside the budget: `quantize: {{{same}}}`; formats alone, with ranges and repairs chosen "
+            note += f"anew, so that the budget may fail: `quantize: {{{written}}}`"
+        elif fields:
+            note += f"{keep}: `quantize: {{{written}}}`"
         else:
             note += "; `pipe run all` makes the same choice, and pipe.yaml needs no change"
         counts = Counter(self.formats.values())

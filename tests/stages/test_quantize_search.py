@@ -90,7 +90,8 @@ def test_exactly_the_layer_that_loses_the_accuracy_stays_float(searched, fields,
     assert {v.name for v in plan.values} == {"x", "w1", "r", "w3"}
     assert any(k.name == "bad" and k.reason.startswith("search:") for k in plan.kept)
     note = next(n for n in report.notes if n.startswith("full evaluations"))
-    assert note.endswith(f'write in pipe.yaml: `quantize: {{layers: {{"bad": "{chosen}"}}}}`')
+    assert "write in pipe.yaml, beside the budget: `quantize: {search: true}`; formats alone" in note
+    assert note.endswith(f'`quantize: {{layers: {{"bad": "{chosen}"}}}}`')
 
 
 def test_the_fragment_gives_the_same_formats_without_a_search(searched):
@@ -170,6 +171,11 @@ def test_pipe_tune_prints_the_table_and_is_cached_the_second_time(tmp_path, monk
     document = json.loads(states[1])
     assert [s["state"] for s in document["stages"]] == ["cached"] * 3
     assert document["report"]["tables"]["search"][0]["layer"] == "MatMul_bad"
+    # The first of the two ways that the note names gives the very model that was judged.
+    fields = "quantize: {calibrator: minmax, max_drop: 0.002, search: true}"
+    (tmp_path / "pipe.yaml").write_text(f"import-onnx: {{file: net.onnx}}\n{fields}\n")
+    assert not cli.app(["run", "quantize", "--json", "-C", str(tmp_path)], standalone_mode=False)
+    assert [s["state"] for s in json.loads(capsys.readouterr().out)["stages"]] == ["cached"] * 3
 
 
 NO_TARGETS = """
@@ -320,7 +326,8 @@ def test_what_int8_loses_is_tried_in_fp8_before_it_becomes_half(searched):
         ("w3", "int8"),
     }
     note = next(n for n in report.notes if n.startswith("full evaluations"))
-    assert note.endswith('write in pipe.yaml: `quantize: {layers: {"bad": "fp8"}}`')
+    assert "write in pipe.yaml, beside the budget: `quantize: {search: true, try_fp8: true}`; formats alone" in note
+    assert note.endswith('`quantize: {layers: {"bad": "fp8"}}`')
     # It moves half of what fp16 moves, and pipe.yaml gives the same again.
     half, _ = searched()
     assert report.metrics["cost_saved_percent"] > half.metrics["cost_saved_percent"]
