@@ -187,7 +187,7 @@ def warning(distances: Outputs) -> tuple[str, ...]:
         return ()
     name, db = worst[0], worst[1].sqnr_db
     if worst[1].differing:
-        return (f"{WARNING}: output {name} has {db:.1f} dB: {worst[1].differing}",)
+        return (f"{WARNING}: output {name} has {wording.in_db(db)}: {worst[1].differing}",)
     if db == -math.inf:
         return (f"{WARNING}: output {name} has {wording.in_db(db)}",)
     # SQNR is of powers; the share is of amplitudes.

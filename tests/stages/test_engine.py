@@ -311,7 +311,7 @@ def test_on_this_machines_device_the_engine_agrees(run) -> None:
 def test_probes_outside_of_every_profile_are_counted(run, device) -> None:
     device(1.0)
     report, _ = run(models.conv(), profiles=[{"batch": [2, 3, 4]}])
-    assert "1 probes lie outside of every profile and were not run." in report.notes
+    assert "1 probe lies outside of every profile, and did not run." in report.notes
     report, _ = run(models.conv(), profiles=[{"batch": [5, 6, 7]}])
     assert all(r.max_abs is None for r in report.records) and any("no probe fits" in n for n in report.notes)
 

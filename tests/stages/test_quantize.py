@@ -805,6 +805,6 @@ def test_the_gate_says_that_one_model_alone_has_nan():
     )
     outputs = output_sqnr.outputs(exact, finite, [{"x": np.float32([1, -1, 2, -2])}])
     (text,) = output_sqnr.warning(outputs)
-    assert text == "WARNING: output y has -inf dB: 2 elements are NaN or Inf in one of the two models alone"
+    assert text == "WARNING: output y has no signal left: 2 elements are NaN or Inf in one of the two models alone"
     (gate,) = output_sqnr.gates(outputs, output_sqnr.Bounds(10.0))
     assert not gate.passed and gate.seen == text.removeprefix("WARNING: output ")
