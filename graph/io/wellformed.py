@@ -29,7 +29,9 @@ def refuse_broken(light: Light) -> None:
     _refuse_ends(graph)
     inline_functions.check_functions(light.model)
     _refuse_attributes(light.model)
-    _refuse_versions(light.model)
+    _refuse_versions(light.model.opset_import, "opset_import")
+    for function in light.model.functions:
+        _refuse_versions(function.opset_import, f"function {function.name}")
     # A model's own functions are an operator set as well.
     imported = {o.domain for o in light.model.opset_import} | {f.domain for f in light.model.functions}
     # The two spellings of ONNX's own domain are one.
@@ -44,14 +46,10 @@ def refuse_broken(light: Light) -> None:
                     where=f"node {node_label(node)}",
                     hint="add it to the model's opset_import: onnx.helper.make_opsetid(domain, version)",
                 )
-    made = defined(graph) | stored
-    _refuse_undefined(graph.node, made)
+    _refuse_undefined(graph.node, [output.name for output in graph.output], defined(graph) | stored)
     for function in light.model.functions:
         results = {name for node in function.node for name in node.output}
-        _refuse_undefined(function.node, results | set(function.input))
-    for output in graph.output:
-        if output.name not in made:
-            raise StageError("not valid ONNX: nothing computes it", where=f"output {output.name}")
+        _refuse_undefined(function.node, function.output, results | set(function.input))
 
 
 def _refuse_ends(graph: onnx.GraphProto) -> None:
@@ -68,14 +66,14 @@ def _refuse_ends(graph: onnx.GraphProto) -> None:
                 raise StageError(f"the {side} is of element type {code}, which ONNX has not", where=info.name)
 
 
-def _refuse_versions(model: onnx.ModelProto) -> None:
+def _refuse_versions(imports: Iterable[onnx.OperatorSetIdProto], where: str) -> None:
     """Refuses two versions of one operator set: the same operator may mean something else in each."""
     versions: dict[str, int] = {}
-    for opset in model.opset_import:
+    for opset in imports:
         version = versions.setdefault(opset.domain or "ai.onnx", opset.version)
         if version != opset.version:
             what = f"not valid ONNX: it imports versions {version} and {opset.version} of {opset.domain or 'ai.onnx'!r}"
-            raise StageError(what, where="opset_import", hint="keep the version that its operators were written for")
+            raise StageError(what, where=where, hint="keep the version that its operators were written for")
 
 
 def _refuse_doubled(light: Light) -> None:
@@ -127,8 +125,8 @@ def _refuse_attributes(model: onnx.ModelProto) -> None:
                 raise StageError(f"not valid ONNX: its attribute {attribute.name!r} has no type", where=where)
 
 
-def _refuse_undefined(graph_nodes: Iterable[onnx.NodeProto], available: Set[str]) -> None:
-    """Refuses a node that reads what neither its graph nor one around it defines."""
+def _refuse_undefined(graph_nodes: Iterable[onnx.NodeProto], outputs: Iterable[str], available: Set[str]) -> None:
+    """Refuses a node that reads, or an output that is, what neither its graph nor one around it defines."""
     # Whatever the order of the nodes: onnxruntime sorts them itself.
     for node in graph_nodes:
         for name in node.input:
@@ -137,4 +135,7 @@ def _refuse_undefined(graph_nodes: Iterable[onnx.NodeProto], available: Set[str]
                 hint = "onnx.checker.check_model(model) says the same"
                 raise StageError(what, where=f"node {node_label(node)}", hint=hint)
         for body in bodies(node):
-            _refuse_undefined(body.node, available | defined(body))
+            _refuse_undefined(body.node, [output.name for output in body.output], available | defined(body))
+    for name in outputs:
+        if name not in available:
+            raise StageError("not valid ONNX: nothing computes it", where=f"output {name}")

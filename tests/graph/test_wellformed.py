@@ -17,13 +17,13 @@ def model(*nodes: onnx.NodeProto, output: str = "y", domains: tuple[str, ...] = 
     return helper.make_model(graph, opset_imports=[helper.make_opsetid(d, 20) for d in domains])
 
 
-def branch(name: str, reads: str) -> onnx.GraphProto:
+def branch(name: str, reads: str, output: str = "") -> onnx.GraphProto:
     inner = [helper.make_node("Relu", [reads], [name], name=f"relu_{name}")]
-    return helper.make_graph(inner, name, [], [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2])])
+    return helper.make_graph(inner, name, [], [helper.make_tensor_value_info(output or name, TensorProto.FLOAT, [2])])
 
 
-def forked(reads: str) -> onnx.ModelProto:
-    both = {"then_branch": branch("a", "x"), "else_branch": branch("b", reads)}
+def forked(reads: str, output: str = "b") -> onnx.ModelProto:
+    both = {"then_branch": branch("a", "x"), "else_branch": branch("b", reads, output)}
     return model(helper.make_node("Relu", ["x"], ["c"]), helper.make_node("If", ["c"], ["y"], name="if", **both))
 
 
@@ -36,6 +36,7 @@ def forked(reads: str) -> onnx.ModelProto:
         (model(helper.make_node("Relu", ["x"], ["y"], name="r"), domains=("acme",)), "node r", "domain 'ai.onnx'"),
         (forked("lost"), "node relu_b", "'lost'"),
         (model(helper.make_node("Relu", ["x"], ["z"])), "output y", "nothing computes it"),
+        (forked("c", "lost"), "output lost", "nothing computes it"),
     ],
 )
 def test_refused(broken: onnx.ModelProto, where: str, said: str) -> None:
@@ -83,6 +84,13 @@ def with_versions(*domains: str) -> onnx.ModelProto:
     return made
 
 
+def in_two_versions() -> onnx.ModelProto:
+    """A function that imports two versions of ONNX's own operators."""
+    made = calling(function("f0", helper.make_node("Relu", ["a"], ["b"])))
+    made.functions[0].opset_import.append(helper.make_opsetid("ai.onnx", 6))
+    return made
+
+
 def with_axes(count: int) -> onnx.ModelProto:
     made = model(helper.make_node("Relu", ["x"], ["y"]))
     made.graph.input[0].CopyFrom(helper.make_tensor_value_info("x", TensorProto.FLOAT, [1] * count))
@@ -118,6 +126,12 @@ LONG = [function(f"f{i}", _call(f"f{i + 1}", "a", "c"), _call(f"f{i + 1}", "c", 
         ),
         (with_attributes("alpha", "alpha"), "node leak", "2 attributes of the name 'alpha'"),
         (with_attributes("beta"), "node leak", "attribute 'beta' has no type"),
+        (
+            calling(function("f0", helper.make_node("Relu", ["a"], ["c"]))),
+            "output b",
+            "nothing computes it",
+        ),
+        (in_two_versions(), "function f0", "versions 20 and 6 of 'ai.onnx'"),
         (with_versions("", "ai.onnx"), "opset_import", "versions 17 and 13 of 'ai.onnx'"),
         (with_versions("mine", "mine"), "opset_import", "versions 17 and 13 of 'mine'"),
         (with_input(""), "graph g", "an input of the model has no name"),
