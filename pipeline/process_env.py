@@ -28,7 +28,12 @@ INTERRUPTED = "interrupted; what was finished is kept, and the same command goes
 _RECURSION = sys.getrecursionlimit()
 _FORMAT = warnings.formatwarning
 # Results are keyed, stored and printed by these: with others in their place they would be wrong without a word.
-_KEPT = ((hashlib, "sha256", hashlib.sha256), (json, "dumps", json.dumps), (json, "loads", json.loads))
+_KEPT = (
+    (hashlib, "blake2b", hashlib.blake2b),
+    (hashlib, "sha256", hashlib.sha256),
+    (json, "dumps", json.dumps),
+    (json, "loads", json.loads),
+)
 _WIDEST = 10_000  # columns and lines of a terminal
 
 

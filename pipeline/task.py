@@ -127,7 +127,11 @@ class Task:
             if named:
                 called_with = f"; it was called with {', '.join(named)}"
             raise self._blame(what, error, called_with) from error
-        if complaint := process_env.put_right():
+        self._refuse_settings(what)
+
+    def _refuse_settings(self, what: str) -> None:
+        complaint = process_env.put_right()
+        if complaint is not None:
             raise TaskError(f"{what} {complaint[0]}", where=self.path.name, hint=complaint[1])
 
     def _load(self) -> ModuleType:
@@ -163,6 +167,7 @@ class Task:
             ):
                 raise
             raise self._blame("code of the project", error, "") from error
+        self._refuse_settings("code of the project")
 
     def _frame(self, frames: Sequence[tuple[str, Any]]) -> str:
         """The innermost of the project's own lines on the way, as file:line; empty where there is none."""

@@ -110,14 +110,26 @@ def test_a_low_recursion_limit_is_raised_again(tmp_path: Path) -> None:
     [
         ("import json\njson.dumps = lambda *a, **k: 'x'\n", "importing it replaced json.dumps,"),
         ("import json, hashlib\njson.loads = hashlib.sha256 = None\n", "replaced hashlib.sha256 and json.loads,"),
+        ("import hashlib\nhashlib.blake2b = hashlib.blake2s\n", "importing it replaced hashlib.blake2b,"),
     ],
 )
 def test_a_function_that_results_are_stored_by_is_not_replaced(text: str, said: str, tmp_path: Path) -> None:
-    before = json.dumps, json.loads, hashlib.sha256
+    before = json.dumps, json.loads, hashlib.sha256, hashlib.blake2b
     (tmp_path / "task.py").write_text(text + "def model(): return 1\n")
     with pytest.raises(TaskError, match=said) as error:
         Task(tmp_path / "task.py").call("model")
-    assert (json.dumps, json.loads, hashlib.sha256) == before and "under another name" in error.value.hint
+    assert (json.dumps, json.loads, hashlib.sha256, hashlib.blake2b) == before
+    assert "under another name" in error.value.hint
+
+
+def test_nor_by_code_that_runs_outside_of_a_hook(tmp_path: Path) -> None:
+    """As forward() does while a stage trains."""
+    (tmp_path / "task.py").write_text("import json\ndef forward(): json.dumps = None\n")
+    before = json.dumps
+    task = Task(tmp_path / "task.py")
+    with pytest.raises(TaskError, match=r"code of the project replaced json\.dumps,"), task.border():
+        task._load().forward()
+    assert json.dumps is before
 
 
 def test_an_error_s_code_is_never_0() -> None:
