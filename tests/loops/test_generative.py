@@ -1,6 +1,8 @@
-"""Models that make images: a DCGAN and a variational autoencoder."""
+"""Models that generate data: a DCGAN, a variational autoencoder and a WGAN with gradient penalty."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -135,3 +137,61 @@ def test_vae() -> None:
 def test_vae_with_weights() -> None:
     """Adam's update doesn't change with the size of the gradient but for eps."""
     agree(plain_vae, weighted_vae, exact=False)
+
+
+# WGAN with gradient penalty: the critic's loss holds a gradient, so its backward pass goes through a second derivative.
+
+
+def critics() -> tuple[nn.Module, nn.Module]:
+    g = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    return g, nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+
+
+def critic_loss(d: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    share = torch.rand(len(real), 1)
+    between = (share * real + (1 - share) * fake).detach().requires_grad_()
+    (slope,) = torch.autograd.grad(d(between).sum(), between, create_graph=True)
+    penalty: Tensor = (slope.norm(2, dim=1) - 1).square().mean()
+    loss: Tensor = d(fake).mean() - d(real).mean() + 10 * penalty
+    return loss
+
+
+def plain_wgan() -> Losses:
+    g, d = critics()
+    optimizer_g, optimizer_d = adam(g), adam(d)
+    losses = []
+    for step in range(STEPS):
+        loss = critic_loss(d, torch.randn(6, 4) + 2, g(torch.randn(6, 3)).detach())
+        optimizer_d.zero_grad()
+        loss.backward()
+        optimizer_d.step()
+        losses.append(loss.item())
+        if step % 3 == 2:
+            optimizer_g.zero_grad()
+            loss = -d(g(torch.randn(6, 3))).mean()
+            loss.backward()
+            optimizer_g.step()
+            losses.append(loss.item())
+    return losses
+
+
+def adopted_wgan(file: Path) -> Losses:
+    """Is saved in the middle, and continues in new objects."""
+    g, d = critics()
+    mo = ModelOptimizer({"g": g, "d": d}, optimizer={"g": adam(g), "d": adam(d)})
+    losses: Losses = []
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            mo.save_ckpt(file)
+            g, d = critics()
+            mo = ModelOptimizer({"g": g, "d": d}, optimizer={"g": adam(g), "d": adam(d)})
+            mo.load_ckpt(file)
+        loss = critic_loss(d, torch.randn(6, 4) + 2, g(torch.randn(6, 3)).detach())
+        losses.append(mo.step(loss, only="d"))
+        if step % 3 == 2:
+            losses.append(mo.step(-d(g(torch.randn(6, 3))).mean(), only="g"))
+    return losses
+
+
+def test_wgan_with_gradient_penalty(tmp_path: Path) -> None:
+    agree(plain_wgan, lambda: adopted_wgan(tmp_path / "wgan.safetensors"), exact=True, falls=False)

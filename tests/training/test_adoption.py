@@ -282,3 +282,27 @@ def test_another_optimizers_pass_in_an_open_window_is_refused(closes: bool) -> N
     with pytest.raises(StageError, match="another ModelOptimizer added to the gradients"):
         mine.flush() if closes else mine.step(d(x).mean())
     assert mine.lanes[""].window.untouched and d.weight.grad is None
+
+
+@pytest.mark.parametrize("state", [None, {}, nn.Linear(2, 1).state_dict()])
+def test_what_is_no_state_dict_of_it_is_refused(state: Any) -> None:
+    mo = ModelOptimizer(nn.Linear(2, 1), {})
+    with pytest.raises(ConfigError, match=r"not what mo\.state_dict"):
+        mo.load_state_dict(state)
+
+
+@pytest.mark.parametrize("make", [pickle.dumps, copy.copy])
+def test_pickling_is_refused_with_what_to_do(make: Any) -> None:
+    with pytest.raises(ConfigError, match="neither pickled nor copied"):
+        make(ModelOptimizer(nn.Linear(2, 1), {}))
+
+
+def test_a_registered_scheduler_moves_the_rates_of_the_copy() -> None:
+    mo = ModelOptimizer(nn.Linear(2, 1), {"optimizer": {"name": "sgd", "lr": 0.1}})
+    scheduler = torch.optim.lr_scheduler.StepLR(mo.optimizer, 1, 0.5)
+    mo.register("scheduler", scheduler)
+    mo.step(mo.model(torch.ones(1, 2)).mean())
+    scheduler.step()
+    twin = copy.deepcopy(mo)
+    twin.extras["scheduler"].step()
+    assert (twin.current_lr, mo.current_lr) == (0.025, 0.05)

@@ -400,3 +400,26 @@ def test_another_format_is_refused_and_its_weights_are_still_read(
         mo.load_ckpt(path)
     checkpoint.load_weights(other, path)
     assert torch.equal(other.weight, layer.weight)
+
+
+def test_an_open_window_of_another_number_format_goes_on(tmp_path: Path) -> None:
+    config = {"optimizer": {"name": "sgd", "lr": 1.0}, "training": {"accumulate_steps": 2}}
+    narrow, wide = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(narrow.weight)
+    mo = ModelOptimizer(narrow, config)
+    mo.step(narrow(torch.full((1, 1), 2.0)).mean())
+    mo.save_ckpt(tmp_path / "a.safetensors")
+    again = ModelOptimizer(wide, config)
+    again.load_ckpt(tmp_path / "a.safetensors")
+    again.step(wide(torch.full((1, 1), 4.0, dtype=torch.float64)).mean())
+    assert wide.weight.item() == -3.0  # the mean of both gradients
+    assert wide.weight.dtype == torch.float64
+
+
+def test_a_norm_of_zero_is_a_number_after_loading(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    mo, again = ModelOptimizer(model, {}), ModelOptimizer(nn.Linear(1, 1), {})
+    mo.step(model(torch.zeros(1, 1)).mean() * 0)
+    mo.save_ckpt(tmp_path / "a.safetensors")
+    again.load_ckpt(tmp_path / "a.safetensors")
+    assert again.grad_norm == mo.grad_norm == 0.0

@@ -320,7 +320,11 @@ class ModelOptimizer:
         return {"tensors": tensors, "meta": meta}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a `state_dict()`. Raises StageError if it does not fit; then nothing is changed."""
+        """Loads a `state_dict()`. Raises ConfigError if it is none, and StageError if it does not fit; then nothing is
+        changed."""
+        if not isinstance(state, Mapping) or not {"tensors", "meta"} <= set(state):
+            raise ConfigError("this is not what mo.state_dict() returned", where="load_state_dict",
+                              hint="for the weights of a model alone: model.load_state_dict(state)")  # fmt: skip
         checkpoint.restore(self, {n: t.clone() for n, t in state["tensors"].items()}, state["meta"])
 
     def export(self) -> dict[str, Tensor]:
@@ -424,8 +428,15 @@ class ModelOptimizer:
             twin = ModelOptimizer(models, self.config, optimizer=optimizers or None)
             for param in frozen:
                 param.requires_grad_(False)
+            for name, lane in self.lanes.items():  # a registered scheduler moves the rates of the copied optimizer
+                memo[id(lane.optimizer)] = twin.lanes[name].optimizer
             extras = {name: thing for name, thing in self.extras.items() if thing is not self.best}
             twin.extras |= copy.deepcopy(extras, memo)
             twin.load_state_dict(self.state_dict())
         twin._metric, twin._validated, twin.saved = self._metric, self._validated, self.saved
         return twin
+
+    def __reduce__(self) -> str:
+        # The hooks in the model and the optimizer belong to this process. copy.copy would share them.
+        raise ConfigError("a ModelOptimizer can be neither pickled nor copied by copy.copy", where="pickle",
+                          hint="use mo.save_ckpt(path), mo.state_dict() or copy.deepcopy(mo)")  # fmt: skip

@@ -147,6 +147,11 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def _number(saved: float | None) -> float:
+    """The inverse of `_finite`: 0 is a number."""
+    return math.nan if saved is None else saved
+
+
 def restore(lane: Lane, state: Saved) -> None:
     """Puts a checked state into a lane."""
     ema_swap.switch(lane, ema=False)
@@ -163,7 +168,7 @@ def restore(lane: Lane, state: Saved) -> None:
     lane.steps = lane.next_model_check = counters["steps"]
     lane.skipped, lane.skipped_in_a_row = counters["skipped"], counters["in_a_row"]
     lane.first_rejected = counters["first_rejected"]
-    lane.loss, lane.grad_norm = counters["loss"] or math.nan, counters["grad_norm"] or math.nan
+    lane.loss, lane.grad_norm = _number(counters["loss"]), _number(counters["grad_norm"])
     lane.largest_part = counters.get("largest_part")
     if lane.ema is not None:
         lane.ema.load(weights["ema"], counters["ema_updates"])
@@ -174,7 +179,8 @@ def restore(lane: Lane, state: Saved) -> None:
     lane.window.load_state_dict(parts["window"])
     for name, param in zip(lane.names, lane.stepped, strict=True):
         grad = parts["window"]["grads"].get(name)
-        param.grad = None if grad is None else grad.to(param.device)
+        # The file may come from a model of another number format, whose weights are converted as well.
+        param.grad = None if grad is None else grad.to(param.device, param.dtype)
     lane.masks = masks
     if "masks" in parts:
         lane.masks = masks or Masks(lane, {})
