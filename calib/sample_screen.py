@@ -68,16 +68,18 @@ class SampleScreen:
         """
         opening: list[tuple[Batch, Positions]] = []
         first: dict[str, list[float]] = {}
-        passed = 0
+        passed, pieces = 0, 0
         for batch, numbers in self._finite(batches):
             passed += batch.rows
             opening.append((batch, numbers))
             if self._tops is None:
                 for name, peaks in self._peaks_of(batch).items():
                     first.setdefault(name, []).extend(peaks)
-                if any(len(peaks) < LEAST for peaks in first.values()):
+                pieces += len(self._pieces(batch))
+                if pieces < LEAST:
                     continue
-                self._tops = {name: _top(peaks) for name, peaks in first.items()}
+                # An input that had one number a sample in some of these is not screened: too few tell its magnitude.
+                self._tops = {name: _top(peaks) for name, peaks in first.items() if len(peaks) >= LEAST}
             for each, places in opening:
                 yield from self._near(each, places)
             opening = []
@@ -223,13 +225,15 @@ class SampleScreen:
             self._tops[name] = max(self._tops[name], *peaks)
 
     def _peaks_of(self, batch: Batch) -> dict[str, list[float]]:
-        """The greatest finite |x| of each piece, by floating-point input with more than one number a sample.
+        """The greatest finite |x| of each piece, by screened floating-point input with more than one number a sample.
 
         Single numbers, such as a noise level, may well spread over many magnitudes.
         """
         count = batch.rows if self._survey.can_cut(batch) else 1
         peaks: dict[str, list[float]] = {}
         for name, array in batch.feed.items():
+            if self._tops is not None and name not in self._tops:
+                continue
             if array.dtype.kind == "f" and array.ndim and array.size > count:
                 rows = array.reshape(count, -1)
                 if not np.isfinite(rows).all():

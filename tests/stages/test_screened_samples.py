@@ -134,3 +134,30 @@ def test_one_sample_a_thousand_times_as_large_does_not_ruin_auto(work, tmp_path)
     written = QuantPlan.from_json((tmp_path / "out" / FILE).read_text())
     assert written.value("x").amax == pytest.approx(float(abs(samples[9]).max()))
     assert any("the ranges include it" in note for note in report.notes)
+
+
+def test_a_size_that_begins_with_one_number_a_sample_may_grow():
+    open_size = Survey((Value(name="x", dtype="float32", shape=("n", "t")),))
+    made = SampleScreen(open_size, "skip", lambda feed: {"y": feed["x"]}, every=True, drops_outliers=True)
+    short = [Batch({"x": np.full((4, 1), 1.0, np.float32)}, None, 4)] * 3
+    long = [Batch({"x": np.full((2, 5), 100.0, np.float32)}, None, 2)] * 2
+    assert first_column(made.through(short + long)) == [1.0] * 12 + [100.0] * 4
+    assert made.left_out == 0 and made.notes(int) == []
+
+
+def test_an_input_of_mostly_single_numbers_does_not_hold_the_data_back():
+    inputs = tuple(Value(name=name, dtype="float32", shape=("n", "t")) for name in "xz")
+    made = SampleScreen(Survey(inputs), "skip", lambda feed: {"y": feed["x"]}, every=True, drops_outliers=True)
+    x, one, two = np.ones((4, 3), np.float32), np.ones((4, 1), np.float32), np.ones((4, 2), np.float32)
+    read = []
+
+    def source():
+        for index in range(10):
+            read.append(index)
+            yield Batch({"x": x, "z": two if index == 0 else one}, None, 4)
+
+    passed = made.through(source())
+    next(passed)
+    # Eight samples tell the magnitude: the rest is not read before the first batch is passed on.
+    assert read == [0, 1]
+    assert len(list(passed)) == 9
