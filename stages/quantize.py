@@ -32,7 +32,7 @@ class Quantize(QuantizeFields):
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 26
+    version: ClassVar[int] = 27
     takes: ClassVar[Mapping[str, str]] = {"model": "fused"}
     gives: ClassVar[str] = "quantized"
     uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric", "show")

@@ -22,7 +22,7 @@ from layerline.calib.range_candidates import Error
 from layerline.graph.analysis.assembly import Assembly
 from layerline.graph.analysis.ir_queries import first_output, names, reads
 
-# Memory of the values that pieces pass on, in both models. Beyond it the layers that follow use fewer samples.
+# Memory of the values that pieces pass on, in both models. Beyond it the layer and those that follow use fewer samples.
 MOST_BYTES = 512 << 20
 
 
@@ -51,16 +51,21 @@ def measure(
     shifts: dict[str, npt.NDArray[np.float64]] = {}
     for piece in _pieces(model, axes):
         axis = axes[piece.layer]
-        shift = _shift(zip(exact.run(piece), other.run(piece), strict=True), axis)
+        shift = _shift(_outputs(exact, other, piece), axis)
         if shift is not None:
             shifts[piece.layer] = shift
             other.subtract(piece.layer, shift, axis)
-        exact.forget(piece)
-        other.forget(piece)
+    return shifts
+
+
+def _outputs(exact: _Walk, other: _Walk, piece: _Piece) -> Iterator[tuple[Array, Array]]:
+    """A layer's outputs in both models. Samples that take too much memory are dropped from the end."""
+    for pair in zip(exact.run(piece), other.run(piece), strict=True):
+        yield pair
+        # Within the loop: the values of all samples together may be many times what is allowed.
         while len(exact.values) > 1 and exact.size() + other.size() > MOST_BYTES:
             exact.values.pop()
             other.values.pop()
-    return shifts
 
 
 def _shift(pairs: Iterator[tuple[Array, Array]], axis: int) -> npt.NDArray[np.float64] | None:
@@ -125,7 +130,7 @@ class _Walk:
             self._made.update(dict.fromkeys(names(node.outputs), node))
 
     def run(self, piece: _Piece) -> Iterator[Array]:
-        """The layer's output for each feed."""
+        """The layer's output for each feed; values that no later piece reads are dropped."""
         if not self.values:
             return
         outputs = list(dict.fromkeys((piece.layer, *piece.passed)))
@@ -133,6 +138,8 @@ class _Walk:
         for values in self.values:
             results = session.run({name: values[name] for name in session.inputs})
             values.update({name: results[name] for name in piece.passed})
+            for name in values.keys() - piece.needed:
+                del values[name]
             yield results[piece.layer]
 
     def subtract(self, layer: str, shift: npt.NDArray[np.float64], axis: int) -> None:
@@ -143,12 +150,6 @@ class _Walk:
                 shape = [1] * array.ndim
                 shape[axis] = -1
                 values[layer] = (array - shift.reshape(shape)).astype(array.dtype)
-
-    def forget(self, piece: _Piece) -> None:
-        """Drops what no later piece reads."""
-        for values in self.values:
-            for name in values.keys() - piece.needed:
-                del values[name]
 
     def size(self) -> int:
         """Bytes of all values."""

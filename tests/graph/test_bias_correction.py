@@ -110,20 +110,22 @@ def test_sequences_and_values_that_bodies_read_pass_from_layer_to_layer():
         np.testing.assert_allclose(shifts[name], (got - want).mean(axis=0), rtol=1e-3)
 
 
-def test_later_layers_use_fewer_samples_where_their_values_take_too_much_memory(monkeypatch):
-    x = np.abs(f32(20000, 6))
+def test_samples_are_dropped_where_their_values_take_too_much_memory(monkeypatch):
+    x = np.abs(f32(200, 6))
     text = "g (float[n, 6] x) => (float[n, 5] z) { y = Gemm (x, w, b) r = Relu (y) z = Gemm (r, v, b) }"
     light, placed, histograms, _ = setup(text, x, w=f32(6, 5), v=f32(5, 5), b=f32(5))
     plan, quantized = clipped(light, placed, histograms, 0.3)
-    axes, feeds = bias_correction.axes(light, plan), [{"x": x}, {"x": 3 * x}]
-    monkeypatch.setattr(mean_errors, "MOST_BYTES", 0)
-    few = mean_errors.measure(light, quantized, axes, feeds)
-    both = mean_errors.measure(light, quantized, {"y": 1}, feeds)
-    np.testing.assert_array_equal(few["y"], both["y"])
-    corrected, _ = bias_correction.correct(quantized, {"y": few["y"]})
-    [want], [got] = (run(proto(m), x) for m in (light, corrected))
-    # Of the first feed alone.
-    np.testing.assert_allclose(few["z"], (got - want).mean(axis=0), atol=0.01)
+    axes, feeds = bias_correction.axes(light, plan), [{"x": x * factor} for factor in range(1, 6)]
+    by_count = [mean_errors.measure(light, quantized, axes, feeds[:count]) for count in (1, 3, 5)]
+    # Both models hold the output of the sample that is done, and the inputs of those that follow.
+    of_input, of_output = 2 * x.nbytes, 2 * 200 * 5 * 4
+    limits = [0, of_output + 2 * of_input, of_output + 4 * of_input]
+    for limit, want in zip(limits, by_count, strict=True):
+        monkeypatch.setattr(mean_errors, "MOST_BYTES", limit)
+        got = mean_errors.measure(light, quantized, axes, feeds)
+        for layer in "yz":
+            np.testing.assert_array_equal(got[layer], want[layer])
+    assert np.abs(by_count[0]["y"] - by_count[2]["y"]).max() > 0.1
 
 
 def test_a_product_without_a_bias_and_a_shared_bias_of_others_stay_as_they_are():
