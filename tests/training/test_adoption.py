@@ -284,10 +284,19 @@ def test_another_optimizers_pass_in_an_open_window_is_refused(closes: bool) -> N
     assert mine.lanes[""].window.untouched and d.weight.grad is None
 
 
-@pytest.mark.parametrize("state", [None, {}, nn.Linear(2, 1).state_dict()])
+@pytest.mark.parametrize("state", [None, {}, nn.Linear(2, 1).state_dict(), {"tensors": {}, "meta": None}])
 def test_what_is_no_state_dict_of_it_is_refused(state: Any) -> None:
     mo = ModelOptimizer(nn.Linear(2, 1), {})
     with pytest.raises(ConfigError, match=r"not what mo\.state_dict"):
+        mo.load_state_dict(state)
+
+
+@pytest.mark.parametrize("entry", ["lanes", "config", "extras", "rng"])
+def test_an_entry_that_a_state_dict_lacks_is_named(entry: str) -> None:
+    mo = ModelOptimizer(nn.Linear(2, 1), {})
+    state = mo.state_dict()
+    del state["meta"][entry]
+    with pytest.raises(StageError, match=f"the checkpoint has no {entry}"):
         mo.load_state_dict(state)
 
 

@@ -322,7 +322,8 @@ class ModelOptimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a `state_dict()`. Raises ConfigError if it is none, and StageError if it does not fit; then nothing is
         changed."""
-        if not isinstance(state, Mapping) or not {"tensors", "meta"} <= set(state):
+        parts = state if isinstance(state, Mapping) else {}
+        if not all(isinstance(parts.get(name), Mapping) for name in ("tensors", "meta")):
             raise ConfigError("this is not what mo.state_dict() returned", where="load_state_dict",
                               hint="for the weights of a model alone: model.load_state_dict(state)")  # fmt: skip
         checkpoint.restore(self, {n: t.clone() for n, t in state["tensors"].items()}, state["meta"])

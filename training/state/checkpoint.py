@@ -124,6 +124,9 @@ def restore(mo: Training, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
     if meta.get("format") != FORMAT:
         what = f"a checkpoint of format {meta.get('format')!r:.80}, expected {FORMAT}: another version wrote it"
         raise StageError(what, where="checkpoint", hint=optimizer_state.WEIGHTS_ALONE)
+    for entry in ("lanes", "config", "extras", "rng"):
+        if entry not in meta:
+            raise StageError(f"the checkpoint has no {entry}", where="checkpoint")
     if set(meta["lanes"]) != set(mo.lanes):
         what = f"the checkpoint holds {_model_names(meta['lanes'])}; here: {_model_names(mo.lanes)}"
         hint = f"{optimizer_state.WEIGHTS_ALONE}, with only=… where it holds several"
