@@ -26,7 +26,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from layerline.graph.analysis.ir_queries import constant, parent, subgraphs
+from layerline.graph.analysis.ir_queries import constant, optional_input, parent, subgraphs
 from layerline.graph.quantization.naming import matching
 
 
@@ -281,9 +281,14 @@ class _Float32Choice:
         scales = constant(dequantize.inputs[1])
         if numbers is None or scales is None or not numbers.size or not scales.size:
             return None
-        # No more than the greatest scale times the greatest number: channels need not be told apart here.
-        span = np.abs(numbers.astype(np.float64)).max()
-        return float(span * scales.astype(np.float64).max())
+        zeros = constant(optional_input(dequantize, 2))
+        if zeros is None or not zeros.size:
+            zeros = np.zeros(1)
+        # No more than the greatest scale times the greatest distance from a zero point: channels need not be told
+        # apart here. An int8 number is up to 255 from its zero point.
+        wide, origins = numbers.astype(np.float64), zeros.astype(np.float64)
+        span = max(wide.max() - origins.min(), origins.max() - wide.min())
+        return float(span * np.abs(scales.astype(np.float64)).max())
 
     def _moves_single(self, read: Sequence[ir.Value]) -> bool:
         moved = [v for v in read if v.dtype == ir.DataType.FLOAT and constant(v) is None]

@@ -417,14 +417,18 @@ def test_positions_of_a_sampler_are_computed_in_float32():
     assert {"a", "g", "y"} <= set(reasons(converted))
 
 
-def test_weights_behind_q_dq_that_half_cannot_hold_are_read_in_float32():
+@pytest.mark.parametrize(
+    ("scale", "zero_point", "want"), [(1000, 0, 100_000), (500, -100, 100_000), (-1000, 0, -100_000)]
+)
+def test_weights_behind_q_dq_that_half_cannot_hold_are_read_in_float32(scale, zero_point, want):
     given = model(
-        "agraph (float[n,1] x) => (float[n,2] y) { w = DequantizeLinear <axis = 1> (q, s)  y = MatMul(x, w) }",
+        "agraph (float[n,1] x) => (float[n,2] y) { w = DequantizeLinear <axis = 1> (q, s, z)  y = MatMul(x, w) }",
         q=np.array([[100, 100]], np.int8),
-        s=np.array([1.0, 1000.0], np.float32),
+        s=np.array([1.0, scale], np.float32),
+        z=np.array([0, zero_point], np.int8),
     )
     converted, [output] = half(given, "fp16", np.ones((1, 1), np.float32), amax={"x": 1.0})
-    np.testing.assert_array_equal(output, [[100, 100_000]])
+    np.testing.assert_array_equal(output, [[100, want]])
     assert "1e+05" in reasons(converted)["y"]
 
 
