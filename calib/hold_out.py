@@ -96,8 +96,9 @@ class HoldOut:
 
 
 def digest_of(piece: Mapping[str, Array]) -> bytes:
-    """The same for samples with the same numbers."""
+    """The same for samples with the same numbers and shapes."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(piece):
+        digest.update(repr(np.shape(piece[name])).encode())
         digest.update(np.ascontiguousarray(piece[name]).tobytes())
     return digest.digest()

@@ -23,7 +23,7 @@ from layerline.pipeline.errors import StageError
 FAR, RARE = 16.0, 16
 LISTED = 10  # numbers of samples that a note lists
 
-Outputs = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+Outputs = Callable[[Mapping[str, Array]], Mapping[str, Array | list[Array]]]
 
 Counts = tuple[int, int, int]  # elements that are NaN, +Inf and -Inf
 
@@ -266,20 +266,31 @@ def _refusal(counts: Mapping[str, Counts], batch: int, number: int) -> StageErro
     )
 
 
-def _counts(arrays: Mapping[str, Array]) -> dict[str, Counts]:
+def _counts(arrays: Mapping[str, Array | list[Array]]) -> dict[str, Counts]:
     """How many elements are NaN, +Inf and -Inf, of the arrays that hold any."""
     counts: dict[str, Counts] = {}
-    for name, array in arrays.items():
-        if array.dtype.kind != "f":
-            continue
-        # The sum is finite where all elements are, unless it overflows, and needs no copy.
-        with np.errstate(over="ignore", invalid="ignore"):
-            total = array.sum()
-        if not np.isfinite(total):
-            each = int(np.isnan(array).sum()), int(np.isposinf(array).sum()), int(np.isneginf(array).sum())
-            if any(each):
-                counts[name] = each
+    for name, value in arrays.items():
+        # onnxruntime gives a sequence as a list, and its elements may have different shapes.
+        tensors = value if isinstance(value, list) else [value]
+        nan, positive, negative = 0, 0, 0
+        for tensor in tensors:
+            each = _count(tensor)
+            nan, positive, negative = nan + each[0], positive + each[1], negative + each[2]
+        if nan or positive or negative:
+            counts[name] = nan, positive, negative
     return counts
+
+
+def _count(array: Array) -> Counts:
+    """How many elements are NaN, +Inf and -Inf."""
+    if array.dtype.kind != "f":
+        return 0, 0, 0
+    # The sum is finite where all elements are, unless it overflows, and needs no copy.
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = array.sum()
+    if np.isfinite(total):
+        return 0, 0, 0
+    return int(np.isnan(array).sum()), int(np.isposinf(array).sum()), int(np.isneginf(array).sum())
 
 
 def _top(peaks: list[float]) -> float:

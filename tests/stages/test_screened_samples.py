@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from layerline.calib.calibration_survey import Survey
-from layerline.calib.hold_out import HoldOut
+from layerline.calib.hold_out import HoldOut, digest_of
 from layerline.calib.plan import FILE, QuantPlan
 from layerline.calib.sample_screen import SampleScreen
 from layerline.calib.samples import Batch
@@ -27,6 +27,18 @@ def batches(rows, size):
 
 def first_column(parts):
     return [float(number) for part in parts for number in part.feed["x"][:, 0]]
+
+
+def test_a_sequence_that_the_model_gives_is_looked_at_tensor_by_tensor():
+    with np.errstate(invalid="ignore"):
+        made = screen(outputs=lambda feed: {"y": [feed["x"], np.sqrt(feed["x"][:, :1])]})
+        assert first_column(made.through(batches([[1, 2], [-1, 2], [4, 2]], 3))) == [1, 4]
+    (note,) = made.notes(lambda n: n)
+    assert note.startswith("1 non-finite elements of y were left out")
+
+
+def test_zeros_of_two_shapes_are_two_samples():
+    assert digest_of({"x": np.zeros((2, 8))}) != digest_of({"x": np.zeros((4, 4))})
 
 
 @pytest.mark.parametrize("size", [1, 3, 16])
