@@ -385,10 +385,11 @@ def report(
     first shows a run that is going on in a browser, and writes its page when it has ended.
     """
     from layerline.pipeline.commands import lookup
-    from layerline.pipeline.files import write_atomic
+    from layerline.pipeline.files import check_replaceable, write_atomic
     from layerline.views import html, live
 
     # Before the run is watched, which may take hours.
+    check_replaceable(output)
     if not output.parent.is_dir():
         raise PipeError(f"there is no folder {output.parent}", hint="create it, or choose another file with -o")
     if serve:

@@ -33,6 +33,16 @@ def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
         sync(path.parent)
 
 
+def check_replaceable(path: Path) -> None:
+    """Refuses a folder, a device or a link as a file to write: a rename would put a file in the place of /dev/null."""
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+        raise ConfigError(
+            "it is a folder, a device or a link, expected a file",
+            where=printable(str(path)),
+            hint="for example: -o report.html",
+        )
+
+
 def write_own(path: Path, text: str, root: Path, *, durable: bool = True) -> None:
     """As `write_atomic` in the state, at or below `root`; what lies in the way and is not ours goes."""
     own_folder(path.parent, root)

@@ -6,6 +6,7 @@ handlers and `os._exit`.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
 import hashlib
@@ -29,6 +30,8 @@ _RECURSION = sys.getrecursionlimit()
 _FORMAT = warnings.formatwarning
 # Results are keyed, stored and printed by these: with others in their place they would be wrong without a word.
 _KEPT = (
+    (builtins, "open", builtins.open),
+    (io, "open", io.open),
     (hashlib, "blake2b", hashlib.blake2b),
     (hashlib, "sha256", hashlib.sha256),
     (json, "dumps", json.dumps),

@@ -104,6 +104,11 @@ def parse(text: str, where: str) -> Any:
         raise NotYamlError(f"not valid YAML: {printable(first_line(str(error)), 200)}", where=where) from None
     except RecursionError:  # how the parser takes a mapping that is merged into itself
         raise ConfigError("an alias in it stands for itself", where=where) from None
+    except ConfigError:
+        raise
+    except Exception as error:  # ruamel reads numbers of directives and escapes with int() and chr(), and asserts
+        message = f"{type(error).__name__}: {printable(first_line(str(error)), 200)}"
+        raise NotYamlError(f"not valid YAML: {message}", where=where) from error
 
 
 def plain(value: Any) -> Any:

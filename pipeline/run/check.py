@@ -13,7 +13,7 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from layerline.pipeline.untrusted import read_json
 _ALSO_CALLED = {
     "model": "build_model create_model get_model make_model net",
     "train_data": "train_dataset train_loader train_dataloader training_data",
-    "eval_data": "test_data validation_data val_dataset val_loader",
+    "eval_data": "test_data valid_data validation_data val_data val_dataset val_loader",
     "metric": "accuracy compute_metrics evaluate",
     "loss": "criterion loss_fn loss_function",
     "calib_data": "calib calibrate calibration",
@@ -162,7 +162,7 @@ def _check_names(look: Inspection) -> None:
                 hint=f"write `def {hook}(…):` and return it, or call it, there",
             )
     look.ok(path.name, f"defines {', '.join(f'{hook}()' for hook in defined) or 'no hook'}")
-    for line, name, hook in near_misses(path.read_text("utf-8")):
+    for line, name, hook in near_misses(path.read_bytes()):  # in the encoding that it declares
         look.warn(
             path.name,
             f"{name}() is no hook and nothing calls it; there is a hook {hook}()",
@@ -171,17 +171,21 @@ def _check_names(look: Inspection) -> None:
         )
 
 
-def near_misses(code: str) -> Iterator[tuple[int, str, str]]:
+def near_misses(code: str | bytes) -> Iterator[tuple[int, str, str]]:
     """(line, name, nearest hook) of each function that is no hook, is called nowhere, and looks like one that is not
     there."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError):  # told when the file is imported
         return
-    functions = {n.name: n.lineno for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+    functions: dict[str, int] = {}
     bound: set[str] = set()
     for statement in tree.body:
         bound |= bound_names(statement)
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions[statement.name] = statement.lineno
+        elif isinstance(statement, ast.Assign) and _is_function(statement.value, functions):
+            functions |= {target.id: statement.lineno for target in statement.targets if isinstance(target, ast.Name)}
         if isinstance(statement, ast.Import | ast.ImportFrom):
             bound |= {alias.asname or alias.name for alias in statement.names}
     missing = [hook for hook in HOOKS if hook not in bound]
@@ -190,12 +194,19 @@ def near_misses(code: str) -> Iterator[tuple[int, str, str]]:
     for name, line in functions.items():
         if name in HOOKS or name in read or name.startswith("_"):
             continue
-        hook = closest(name, missing, _CLOSE)
+        hook = closest(name, HOOKS, _CLOSE)
+        if hook not in missing:  # the hook that it is most like is there
+            hook = ""
         for other in reversed(missing):
             if name.lower() in _ALSO_CALLED.get(other, "").split():
                 hook = other
         if hook:
             yield line, name, hook
+
+
+def _is_function(value: ast.expr, functions: Mapping[str, int]) -> bool:
+    """Whether an expression is a lambda, or one of these functions under its name."""
+    return isinstance(value, ast.Lambda) or (isinstance(value, ast.Name) and value.id in functions)
 
 
 def _check_disk(look: Inspection) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from layerline.pipeline import hashing
-from layerline.pipeline.files import sync, write_atomic
+from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.files import check_replaceable, sync, write_atomic
 from layerline.pipeline.hashing import Hasher, sha256
 
 
@@ -161,3 +162,14 @@ def test_bytes_and_names_are_put_on_the_disk_in_that_order(tmp_path: Path, monke
     assert done == ["file", "rename", "folder"]
     sync(tmp_path)
     assert done[3:] == ["folder"]
+
+
+def test_only_a_file_gives_way_to_a_page(tmp_path: Path) -> None:
+    (tmp_path / "page.html").touch()
+    (tmp_path / "link").symlink_to("page.html")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for path in (Path(), Path("/"), tmp_path, tmp_path / "link", tmp_path / "dangling", Path(os.devnull)):
+        with pytest.raises(ConfigError, match="a folder, a device or a link, expected a file"):
+            check_replaceable(path)
+    check_replaceable(tmp_path / "page.html")
+    check_replaceable(tmp_path / "new.html")

@@ -157,6 +157,9 @@ BAD_YAML = {
     "a date that is none": ("a: 2020-13-45", "p:1:4: not valid YAML: ValueError: month must be in 1..12"),
     "a broken tag": ("a: !!omap 3", "p:1:4: not valid YAML"),
     "a control character": ("a: \x1b", "p: not valid YAML"),
+    "digits of a version": ("%YAML " + "9" * 5000 + ".1\n---\na: 1", "p: not valid YAML: ValueError"),
+    "an escape past Unicode": ('a: "\\Uffffffff"', "p: not valid YAML: OverflowError"),
+    "an ordered mapping with a key twice": ("!!omap\n- a: b\n- a: c", "p: not valid YAML: AssertionError"),
     "an undefined alias": ("a: *b", "p:1:4: not valid YAML: found undefined alias 'b'"),
 }
 

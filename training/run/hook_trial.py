@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,7 +57,9 @@ def try_training_hooks(
             look.warn("model()", text, "see docs/training.md")
         if config.scheduler.total_steps is None:
             config = config.replace(scheduler={"total_steps": total})
-        mo = ModelOptimizer(model, config.replace(monitor={"save_interval": 0}))
+        mo = _quietly_built(model, config)
+        for text in mo.warnings:
+            look.warn("train", text, "see docs/training.md")
         with look.item("teacher()"):
             loss = loss_of(look.task, model, config, where)
             look.shared["loss"] = loss
@@ -69,6 +72,16 @@ def try_training_hooks(
     for name in ("trained", "batch", "more", "loss"):  # later stages need none of them
         look.shared.pop(name, None)
     gc.collect()  # the network of the later stages must not lie beside this one
+
+
+def _quietly_built(model: nn.Module, config: Config) -> ModelOptimizer:
+    """The optimizer of a trial. Its warnings become findings; the training that follows logs them itself."""
+    logger = logging.getLogger("layerline.training")
+    logger.disabled = True
+    try:
+        return ModelOptimizer(model, config.replace(monitor={"save_interval": 0}))
+    finally:
+        logger.disabled = False
 
 
 def try_example(look: Inspection) -> None:
