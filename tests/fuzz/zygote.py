@@ -158,13 +158,14 @@ class _Relay:
 
 def _bounded(function: Callable[..., Any], *args: Any, limits: Any, log: Any) -> Any:
     """In this process, which is a fork and bounded already."""
-    from layerline.backends import subprocess_build
+    from layerline.pipeline.errors import StageError
 
     limits.apply()
     try:
         return function(*args, _Relay(log))
     except MemoryError:
-        raise subprocess_build._too_much(limits) from None
+        # As the process of its own says it.
+        raise StageError(f"{limits.what} takes more than {limits.memory} bytes of memory", hint=limits.hint) from None
 
 
 if __name__ == "__main__":
