@@ -292,6 +292,7 @@ def diff(
         if "@" in stage:
             opt.refuse({"run": run_id}, f"says another run than {stage}")
         name, run_id = lookup.stage_and_run(stage, run_id)
+        lookup.one_choice(shared.project, run_id)
         if on is None:
             report, beside = lookup.filed_report(shared.planner, name, run_id, against)
         else:
@@ -423,6 +424,7 @@ def path(shared: Shared, stage: opt.StageName, run_id: opt.RunId = None) -> None
     """
     from layerline.pipeline.commands import lookup
 
+    lookup.one_choice(shared.project, run_id)
     artifact, doubt = lookup.artifact(shared.project, stage, run_id)
     place = artifact.path.resolve()
     if shared.as_json:
@@ -445,6 +447,8 @@ def plan(shared: Shared, what: opt.Planned = "quantize", beside: opt.PlanDiff = 
         stage = "quantize" if Path(what).exists() else what
         return plan_tree.read(lookup.artifact(shared.project, stage, run)[0].path)
 
+    if not Path(what).exists():
+        lookup.one_choice(shared.project, run_id)
     entries = read(what, run_id)
     differing = None
     document = {"entries": list(entries.values())}

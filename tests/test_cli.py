@@ -407,6 +407,11 @@ def test_a_run_or_settings_choose_what_is_shown(pipe: Pipe, folder: Folder) -> N
         told = "stage double has not run with --set double.factor=9\n  pipe run double --set double.factor=9\n"
         assert said == Said(2, "", f"error {told}")
         assert "give one of the two" in pipe(command, "double", "--set", "double.factor=2", "--run", first).err
+    settings = ("--set", "double.factor=3")
+    assert "give one of the two" in pipe("diff", f"double@{first}", *settings).err
+    assert "give one of the two" in pipe("diff", f"double@{first}", "double@last", *settings).err
+    # With one stage left to --set, both are chosen; these stages only lack what the commands read.
+    assert "leaves no model.onnx" in pipe("diff", f"double@{first}", "double", *settings).err
     assert "no run had --set double.factor=9" in pipe("report", "--set", "double.factor=9").err
     pipe("run", "double", "--set", "double.factor=4")
     assert "no run had" in pipe("report", "--set", "judge.at_least=1").err

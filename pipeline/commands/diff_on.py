@@ -38,7 +38,10 @@ def diff_stages(
 
     The share that a range clips, and the SQNR of weights, are those of the second stage's report.
     """
+    lookup.one_choice(project, run_id)
     places = [lookup.stage_and_run(stage, run_id) for stage in stages]
+    if all(run for _, run in places):  # no stage is left for --set to choose
+        lookup.one_choice(project, places[0][1])
     folders = [_with_model(project, name, run, log) for name, run in places]
     compare = import_module(_COMPARE_FILES)
     report: Report = compare.compare_stages(*folders, log, compare.Further(**further))

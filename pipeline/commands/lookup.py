@@ -88,7 +88,6 @@ class Chosen:
 def choose(planner: Planner, stage: str, run_id: str | None = None) -> Chosen:
     """A stage's record: in the run of that id, the newest with the project's overrides, or the newest."""
     project = planner.project
-    _one_choice(project, run_id)
     if run_id is not None:
         past = planner.ledger.find_run(run_id, stage)
         return Chosen(_record_in(past, stage), past)
@@ -116,7 +115,7 @@ def stage_and_run(text: str, run_id: str | None) -> tuple[str, str | None]:
 def find_run(planner: Planner, run_id: str | None) -> Run:
     """The run of that id, or the newest with the overrides that the project was read with, or the newest."""
     project = planner.project
-    _one_choice(project, run_id)
+    one_choice(project, run_id)
     if run_id is not None or not project.sets:
         return planner.ledger.find_run(run_id or "last")
     run = _run_with_settings(planner, [text.split(".")[0] for text in project.sets])
@@ -139,9 +138,10 @@ def _run_with_settings(planner: Planner, needed: Sequence[str]) -> Run | None:
     return None
 
 
-def _one_choice(project: Project, run_id: str | None) -> None:
+def one_choice(project: Project, run_id: str | None) -> None:
+    """Raises ConfigError: a run was named for the result that the overrides choose, too."""
     if run_id is not None and project.sets:
-        raise ConfigError("--run and --set both say which result is meant", hint="give one of the two")
+        raise ConfigError("a run and --set both say which result is meant", hint="give one of the two")
 
 
 def _from_key(planner: Planner, stage: str) -> Record:

@@ -74,6 +74,10 @@ def test_why_names_the_clipped_range_and_tries_the_change(tmp_path, capfd) -> No
     assert code == 0 and worst["extra"]["outputs_sqnr_db"] > 10
     code, _ = pipe("diff", "quantize@last", "quantize@previous", "-C", folder, "--csv", "--fail-under", "own=10")
     assert code == 1
+    with_settings = ("-C", folder, *short, *clipping)
+    code, said = pipe("plan", *with_settings, "--diff", "last", "--json")
+    changes = json.loads(said)["changes"]
+    assert code == 0 and any("range by percentile" in row["now"] for row in changes)
     _, said = pipe("path", "quantize", "-C", folder)
     shutil.rmtree(said.strip())
     _, said = pipe("why", "-C", folder, "--json")
