@@ -18,7 +18,7 @@ from layerline.graph.analysis.counted_values import counted
 from layerline.graph.analysis.ir_queries import names, stored_tensor
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.pipeline import wording
-from layerline.pipeline.report import WARNING, Gate, Scalar, decibels
+from layerline.pipeline.report import LOST_OUTPUT, Gate, Scalar, decibels
 
 # An output below this is worth a warning: its error is more than a tenth of its size.
 CLEAR_DB = 20.0
@@ -187,12 +187,12 @@ def warning(distances: Outputs) -> tuple[str, ...]:
         return ()
     name, db = worst[0], worst[1].sqnr_db
     if worst[1].differing:
-        return (f"{WARNING}: output {name} has {wording.in_db(db)}: {worst[1].differing}",)
+        return (f"{LOST_OUTPUT} {name} has {wording.in_db(db)}: {worst[1].differing}",)
     if db == -math.inf:
-        return (f"{WARNING}: output {name} has {wording.in_db(db)}",)
+        return (f"{LOST_OUTPUT} {name} has {wording.in_db(db)}",)
     # SQNR is of powers; the share is of amplitudes.
     share = 100 * 10 ** (-db / 20)
-    return (f"{WARNING}: output {name} has {db:.1f} dB: its error is {share:.0f} % of its size",)
+    return (f"{LOST_OUTPUT} {name} has {db:.1f} dB: its error is {share:.0f} % of its size",)
 
 
 def by_size(

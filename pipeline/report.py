@@ -60,7 +60,8 @@ CONVERGENCE = "convergence"  # how far scales moved while calibration read more 
 UNMEASURED = "not measured"
 """What a gate saw that could not be judged: it fails, but nothing is known to be wrong."""
 NO_METRIC = "no metric was measured"  # begins the note that says why there is none
-WARNING = "WARNING"  # begins a note that can't be missed: the outputs lost more than a good conversion loses
+WARNING = "WARNING"  # begins a note that can't be missed
+LOST_OUTPUT = f"{WARNING}: output"  # begins the one about an output that lost more than a good conversion loses
 RESCALED = "/rescaled"
 """Behind the name of a value whose channels quantisation scaled: its numbers are not those of the float model's."""
 

@@ -18,7 +18,7 @@ from layerline.pipeline.config.project import Project, load
 from layerline.pipeline.diagnosis.causes import PARITY, RULES, Cause, Evidence, Rule, rules
 from layerline.pipeline.errors import ConfigError, located
 from layerline.pipeline.records.ledger import Run
-from layerline.pipeline.report import GAIN, NO_METRIC, OWN, WARNING, LayerDiff, Report, Scalar
+from layerline.pipeline.report import GAIN, LOST_OUTPUT, NO_METRIC, OWN, WARNING, LayerDiff, Report, Scalar
 from layerline.pipeline.run.outcome import Listener
 from layerline.pipeline.run.plan import open_planner
 from layerline.pipeline.run.runner import Runner
@@ -107,9 +107,9 @@ def _evidence(
     for stage, report in reports.items():
         if report.is_wrong:
             lost[stage] = report.failure().what
-        elif _warnings(report) and any(note.startswith(NO_METRIC) for note in report.notes):
+        elif _notes(report, LOST_OUTPUT) and _notes(report, NO_METRIC):
             # No metric says whether the outputs may lose that much.
-            lost[stage] = "; ".join(_warnings(report))
+            lost[stage] = "; ".join(_notes(report, LOST_OUTPUT))
     nonfinite = {}
     if scores is not None:
         lost |= scores.losses
@@ -150,8 +150,9 @@ def _report(evidence: Evidence, causes: list[Cause], unfinished: list[str], scor
     worst: list[dict[str, Scalar]] = []
     warnings: list[str] = []
     for stage, report in evidence.reports.items():
-        if stage not in evidence.losses:  # outputs may lose their signal though the metric stays
-            warnings += [f"{stage}: {warning}" for warning in _warnings(report)]
+        # Outputs may lose their signal though the metric stays.
+        loss = evidence.losses.get(stage, "")
+        warnings += [f"{stage}: {warning}" for warning in _notes(report, WARNING) if warning not in loss]
         if evidence.losses and stage not in evidence.losses:
             continue
         for record in report.sorted(report.order)[:_WORST]:
@@ -167,9 +168,9 @@ def _report(evidence: Evidence, causes: list[Cause], unfinished: list[str], scor
     return Report(stage="why", notes=notes, tables=tables)
 
 
-def _warnings(report: Report) -> list[str]:
-    """What a stage warned of."""
-    return [note for note in report.notes if note.startswith(WARNING)]
+def _notes(report: Report, beginning: str) -> list[str]:
+    """The notes of a kind, which their first words tell."""
+    return [note for note in report.notes if note.startswith(beginning)]
 
 
 def verdict(evidence: Evidence, causes: list[Cause], unfinished: Sequence[str] = ()) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -27,6 +28,8 @@ def test_outputs_that_lost_their_signal_are_a_loss_where_no_metric_was_measured(
     if measured:
         assert not causes
         return
+    outlier = replace(report, notes=("WARNING: calibration sample 3 is an outlier", notes[1]))
+    assert not why.from_reports(load(tmp_path), Run("1", True, (), ()), {"quantize": outlier}, {})
     (cause,) = causes
     assert (cause.stage, cause.value, cause.setting) == ("quantize", "y", 'quantize.layers={"y": "fp16"}')
     assert "7.7 dB with exact inputs; the outputs gain 3.7 dB" in cause.evidence
