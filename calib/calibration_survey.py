@@ -71,6 +71,12 @@ class Survey:
         """The parts kept, in the order of the data."""
         return list(self._kept)
 
+    def pieces(self, batch: Batch) -> list[Batch]:
+        """The smallest parts of a batch that the model takes: its rows, or all of it."""
+        if not self.can_cut(batch):
+            return [batch]
+        return [self.select(batch, np.array([row])) for row in range(batch.rows)]
+
     def clear(self) -> None:
         """Forgets the parts kept; shapes and peaks stay."""
         self._kept = []

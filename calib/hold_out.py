@@ -64,19 +64,12 @@ class HoldOut:
 
     def _split(self, batch: Batch) -> tuple[Batch | None, Batch | None]:
         """The samples of a batch that choices are fitted on, and those held out; None where there are none."""
-        held = np.array([self._holds(piece) for piece in self._pieces(batch)])
+        held = np.array([self._holds(piece) for piece in self.judged.pieces(batch)])
         if held.all():
             return None, batch
         if not held.any():
             return batch, None
         return self.judged.select(batch, np.flatnonzero(~held)), self.judged.select(batch, np.flatnonzero(held))
-
-    def _pieces(self, batch: Batch) -> list[Batch]:
-        """The smallest parts of a batch that the model takes: its rows, or all of it."""
-        pieces = [batch]
-        if self.judged.can_cut(batch):
-            pieces = [self.judged.select(batch, np.array([row])) for row in range(batch.rows)]
-        return pieces
 
     def _holds(self, piece: Batch) -> bool:
         """Whether this sample is judged on. One that comes again, in any pass, has the part that it had before."""

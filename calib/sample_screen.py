@@ -75,7 +75,7 @@ class SampleScreen:
             if self._tops is None:
                 for name, peaks in self._peaks_of(batch).items():
                     first.setdefault(name, []).extend(peaks)
-                pieces += len(self._pieces(batch))
+                pieces += len(self._survey.pieces(batch))
                 if pieces < LEAST:
                     continue
                 # An input that had one number a sample in some of these is not screened: too few tell its magnitude.
@@ -97,7 +97,7 @@ class SampleScreen:
         for batch in batches:
             rest: Batch | None = batch
             if self._dropped:
-                kept = [digest_of(piece.feed) not in self._dropped for piece in self._pieces(batch)]
+                kept = [digest_of(piece.feed) not in self._dropped for piece in self._survey.pieces(batch)]
                 rest = self._selected(batch, np.array(kept))
             if rest is not None:
                 yield rest
@@ -150,7 +150,7 @@ class SampleScreen:
             if not unusable.any():
                 yield batch, numbers
                 continue
-            pieces = self._pieces(batch)
+            pieces = self._survey.pieces(batch)
             rows = np.repeat(unusable, batch.rows // len(pieces))
             for place in np.flatnonzero(unusable):
                 counts = self._culprits(pieces[place])
@@ -169,7 +169,7 @@ class SampleScreen:
         if not self._is_unusable(batch):
             return np.zeros(1, bool)
         # A sample can spoil others of its batch. Alone each one shows what it does by itself.
-        return np.array([self._is_unusable(piece) for piece in self._pieces(batch)])
+        return np.array([self._is_unusable(piece) for piece in self._survey.pieces(batch)])
 
     def _is_unusable(self, batch: Batch) -> bool:
         held = _counts(batch.feed)
@@ -202,7 +202,7 @@ class SampleScreen:
             yield batch
         elif rest is not None:
             yield rest
-        pieces = self._pieces(batch)
+        pieces = self._survey.pieces(batch)
         step = batch.rows // len(pieces)
         for index in np.flatnonzero(~near):
             self._waiting.append((pieces[index], int(numbers[index * step])))
@@ -240,12 +240,6 @@ class SampleScreen:
                     rows = np.where(np.isfinite(rows), rows, 0)
                 peaks[name] = np.maximum(rows.max(axis=1), -rows.min(axis=1)).astype(np.float64).tolist()
         return peaks
-
-    def _pieces(self, batch: Batch) -> list[Batch]:
-        """The smallest parts of a batch that the model takes: its rows, or all of it."""
-        if not self._survey.can_cut(batch):
-            return [batch]
-        return [self._survey.select(batch, np.array([row])) for row in range(batch.rows)]
 
     def _selected(self, batch: Batch, kept: npt.NDArray[np.bool_]) -> Batch | None:
         """The pieces of a batch that are kept; None where none is."""

@@ -55,8 +55,9 @@ def axes(model: ir.Model, plan: QuantPlan) -> dict[str, int]:
     return channel_axes
 
 
-def _holder(node: ir.Node, channels: int) -> tuple[ir.Node, int] | None:
-    """The node that adds the bias of a layer, and the position of the bias; None where it can't be corrected."""
+def _holder(node: ir.Node, channels: int) -> tuple[ir.Node, int, npt.NDArray[np.float64]] | None:
+    """The node that adds the bias of a layer, the position of the bias and its numbers; None where it can't be
+    corrected. A layer without a bias has zeros."""
     holder: ir.Node | None = node
     place = 2
     if node.op_type not in _WITH_BIAS:
@@ -65,29 +66,23 @@ def _holder(node: ir.Node, channels: int) -> tuple[ir.Node, int] | None:
     if holder is None or (node.op_type == "Gemm" and node.attributes.get_float("beta", 1.0) != 1.0):
         return None
     old = optional_input(holder, place)
-    if old is not None:
-        bias = weight_of(old)
-        # A bias of another size is stretched over the channels, or is computed.
-        if bias is None or bias.size != channels:
-            return None
-    return holder, place
+    if old is None:
+        return holder, place, np.zeros(channels)
+    bias = weight_of(old)
+    # A bias of another size is stretched over the channels, or is computed.
+    if bias is None or bias.size != channels:
+        return None
+    return holder, place, bias.astype(np.float64)
 
 
 def _correct(graph: ir.Graph, names: FreshNames, node: ir.Node, shift: npt.NDArray[np.float64]) -> bool:
     held = _holder(node, shift.size)
     if held is None:
         return False
-    holder, place = held
+    holder, place, wide = held
     old = optional_input(holder, place)
-    bias = None
-    if old is not None:
-        bias = weight_of(old)
-    # The new bias has the type of what the layer reads.
-    source = node.inputs[0]
-    wide = np.zeros(shift.shape)
-    if bias is not None:
-        source = old
-        wide = bias.astype(np.float64)
+    # A new bias has the type of what the layer reads.
+    source = old if old is not None else node.inputs[0]
     dtype = np.dtype(np.float32)
     if source is not None and source.dtype is not None:
         dtype = source.dtype.numpy()

@@ -42,6 +42,8 @@ from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import decibels
 
 QUANTIZED, DEQUANTIZED, SCALE, ZERO_POINT = "/quantized", "/dequantized", "/scale", "/zero_point"
+# A channel of a weight is dead below this part of the mean power of a channel: a millionth of its size.
+_DEAD = 1e-12
 
 
 def required_opset(model: ir.Model, least: int = 13) -> int:
@@ -102,9 +104,6 @@ def bounds(graph: ir.Graph) -> dict[str, float]:
         if math.isfinite(greatest(computed_range)):
             magnitudes[value.name or ""] = greatest(computed_range)
     return magnitudes
-
-
-_DEAD = 1e-12  # of the mean power of a channel: a millionth of its size
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def batchnorm(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  #
     if before is None:
         return None
     where = f"BatchNormalization {node.outputs[0].name}"
-    _refuse_training(node, where)
+    refuse_training(node, where)
     move_shapes_behind(node.inputs[0], node)
     # Whoever else reads the layer wants it without the normalisation.
     sole(node.inputs[0], node)
@@ -96,9 +96,8 @@ def batchnorm(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  #
 
 
 def normalisation(node: ir.Node, channels: int) -> tuple[Array, Array]:
-    """Scale and shift of a BatchNormalization, one number per channel each (float64). May raise Declined."""
+    """Scale and shift of a BatchNormalization that does not train: one float64 a channel each. May raise Declined."""
     where = f"BatchNormalization {node.outputs[0].name}"
-    _refuse_training(node, where)
     parameters: list[Array] = []
     for value in node.inputs[1:5]:
         parameter = constant(value)
@@ -115,7 +114,7 @@ def normalisation(node: ir.Node, channels: int) -> tuple[Array, Array]:
     return scale, beta - mean * scale
 
 
-def _refuse_training(node: ir.Node, where: str) -> None:
+def refuse_training(node: ir.Node, where: str) -> None:
     if node.attributes.get_int("training_mode", 0):
         raise Declined(f"{where} is in training mode")
     if any(o.name for o in node.outputs[1:]):

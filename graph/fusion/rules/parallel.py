@@ -18,7 +18,7 @@ from layerline.graph.fusion.affine_ops import Linear
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on, sole
-from layerline.graph.fusion.rules.linear import normalisation
+from layerline.graph.fusion.rules.linear import normalisation, refuse_training
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,7 @@ def _identity(norm: ir.Node, conv: Linear) -> _Kernel:
     axes = conv.weight.ndim - 2
     group = conv.node.attributes.get_int("group", 1)
     inputs = conv.weight.shape[1]
+    refuse_training(norm, f"BatchNormalization {norm.outputs[0].name}")
     scale, shift = normalisation(norm, inputs * group)
     weight = np.zeros((inputs * group, inputs))
     channels = np.arange(inputs * group)
